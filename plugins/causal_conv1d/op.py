@@ -1,0 +1,50 @@
+"""Depthwise causal convolution with SiLU over packed sequences, with a rolling state of the last inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from qwen4exp_trt.plugins.causal_conv1d.cases import CASES
+from qwen4exp_trt.plugins.causal_conv1d.reference import reference
+from qwen4exp_trt.plugins.numerics import dilated_causal_conv
+from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
+from qwen4exp_trt.plugins.spec import OpSpec, TensorArg
+
+
+def body(
+    x: Tensor,
+    weight: Tensor,
+    conv_state: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    slot_ids: Tensor,
+    num_seqs: Tensor,
+) -> Tensor:
+    batch = PackedBatch.from_metadata(x.shape[0], query_start_loc, seq_lens, num_seqs)
+    history = batch.load_history(conv_state, slot_ids)
+    extended = torch.cat([history, batch.pad(x[:, : weight.shape[0]])], 1)
+    batch.store_last_rows(conv_state, slot_ids, extended)
+    return batch.unpad(silu(dilated_causal_conv(extended, weight, dilation=1)).to(x.dtype))
+
+
+SPEC = OpSpec(
+    name="causal_conv1d",
+    version=1,
+    inputs=(
+        TensorArg("x", ("T", "N")),  # the first C columns are convolved
+        TensorArg("weight", ("C", "KW")),
+        TensorArg("conv_state", ("S", "KW - 1", "C"), mutated=True),
+        QUERY_START_LOC,
+        SEQ_LENS,
+        SLOT_IDS,
+        NUM_SEQS,
+    ),
+    outputs=(TensorArg("out", ("T", "C")),),
+    attrs=(),
+    body=body,
+    reference=reference,
+    cases=CASES,
+    tolerance={torch.float32: 1e-6, torch.bfloat16: 3e-3},
+)

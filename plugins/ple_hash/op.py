@@ -1,0 +1,64 @@
+"""Row ids of the n-gram table: int64 hashes of the last tokens of each sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
+from qwen4exp_trt.plugins.ple_hash.cases import CASES
+from qwen4exp_trt.plugins.ple_hash.reference import reference
+from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
+
+
+def body(
+    input_ids: Tensor,
+    ngram_ids: Tensor,
+    multipliers: Tensor,
+    head_sizes: Tensor,
+    head_offsets: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    slot_ids: Tensor,
+    num_seqs: Tensor,
+    eos_token_id: int,
+) -> Tensor:
+    batch = PackedBatch.from_metadata(input_ids.shape[0], query_start_loc, seq_lens, num_seqs)
+    history = batch.load_history(ngram_ids, slot_ids, init=eos_token_id)
+    extended = torch.cat([history, batch.pad(input_ids)], 1)
+    batch.store_last_rows(ngram_ids, slot_ids, extended)
+    ngram_size, length = len(multipliers), batch.max_query_len
+    heads_per_ngram = len(head_sizes) // (ngram_size - 1)
+    mixed = extended[:, ngram_size - 1 :].long() * multipliers[0]
+    cut = torch.zeros_like(mixed, dtype=torch.bool)
+    hashes = []
+    for age in range(1, ngram_size):
+        predecessor = extended[:, ngram_size - 1 - age : ngram_size - 1 - age + length].long()
+        cut = cut | (predecessor == eos_token_id)
+        mixed = mixed ^ (torch.where(cut, eos_token_id, predecessor) * multipliers[age])
+        hashes.append(mixed[:, :, None].expand(-1, -1, heads_per_ngram))
+    rows = torch.cat(hashes, -1).remainder(head_sizes) + head_offsets
+    return batch.unpad(rows)
+
+
+SPEC = OpSpec(
+    name="ple_hash",
+    version=1,
+    inputs=(
+        TensorArg("input_ids", ("T",), "int32"),
+        TensorArg("ngram_ids", ("S", "NG - 1"), "int32", mutated=True),  # oldest first
+        TensorArg("multipliers", ("NG",), "int64"),  # multipliers[0] pairs with the current token
+        TensorArg("head_sizes", ("P",), "int64"),
+        TensorArg("head_offsets", ("P",), "int64"),
+        QUERY_START_LOC,
+        SEQ_LENS,
+        SLOT_IDS,
+        NUM_SEQS,
+    ),
+    outputs=(TensorArg("rows", ("T", "P"), "int64"),),
+    attrs=(Attr("eos_token_id", "int"),),
+    body=body,
+    reference=reference,
+    cases=CASES,
+    tolerance={},
+)

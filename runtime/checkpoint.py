@@ -1,0 +1,135 @@
+"""Reads a safetensors checkpoint folder: names, shapes and dtypes from the headers, tensors as memory-mapped views."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from qwen4exp_trt.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+_LFS_POINTER = b"version https://git-lfs"
+
+
+class Checkpoint:
+    """The tensors of every ``*.safetensors`` file directly in a folder. Only headers are read until `tensor`."""
+
+    def __init__(self, path: Path, files: dict[str, int], tensors: dict[str, tuple[str, Any]]) -> None:
+        self.path = path
+        self.files = files
+        """File name -> size in bytes: what identifies the checkpoint that a bundle was made from."""
+        self._tensors = tensors
+        """Tensor name -> the file that has it, opened."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Read the header of each file of the folder ``path``.
+
+        The folder is what counts: an index.json only has to agree that no file is missing. Raises `CheckpointError`
+        for a folder without safetensors files, a missing shard, a truncated or damaged file, and a tensor that two
+        files have.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder; give the folder that holds the checkpoint's *.safetensors")
+        paths = sorted(folder.glob("*.safetensors"))
+        _check_index(folder, {file.name for file in paths})
+        if not paths:
+            raise CheckpointError(f"{folder}: no *.safetensors file; other checkpoint formats have to be converted first")
+        tensors: dict[str, tuple[str, Any]] = {}
+        for file in paths:
+            handle = _open_file(file)
+            for name in handle.keys():
+                if name in tensors:
+                    raise CheckpointError(f"{folder}: tensor {name} is in both {tensors[name][0]} and {file.name}")
+                tensors[name] = (file.name, handle)
+        return cls(folder, {file.name: file.stat().st_size for file in paths}, tensors)
+
+    @property
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """The dtype in safetensors' spelling: ``BF16``, ``F32``, ``I64``, ``F8_E4M3`` ..."""
+        return self._handle(name).get_slice(name).get_dtype()
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, as a view of its memory-mapped file: pages are read when they are used, and nothing else is."""
+        return self._handle(name).get_tensor(name)
+
+    def verify_identity(self, expected: Mapping[str, int]) -> None:
+        """Raise `CheckpointError` unless every file of ``expected`` (see ``files``) is there with that size."""
+        differences = [
+            f"{name} has {found:,} bytes instead of {size:,}" if found is not None else f"{name} is missing"
+            for name, size in expected.items()
+            if (found := self.files.get(name)) != size
+        ]
+        if differences:
+            raise CheckpointError(
+                f"{self.path} is not the checkpoint that was expected: {listing(differences)}; "
+                "give that checkpoint, or build the bundle again from this one"
+            )
+
+    def _handle(self, name: str) -> Any:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.path}: no tensor {name} in the {len(self.files)} safetensors files")
+        return self._tensors[name][1]
+
+
+def listing(items: Iterable[str], limit: int = 24) -> str:
+    """The first ``limit`` items for a message, and how many more there are."""
+    shown = list(items)
+    more = f" and {len(shown) - limit} more" if len(shown) > limit else ""
+    return ", ".join(shown[:limit]) + more
+
+
+def _check_index(folder: Path, present: set[str]) -> None:
+    index = folder / INDEX_NAME
+    if not index.exists():
+        return
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index}: not an index of shards (a JSON object with a weight_map): {error!r}") from error
+    if missing := sorted(files - present):
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of the {len(files)} shards that {INDEX_NAME} names are missing: "
+            f"{listing(missing)}; download them into the folder"
+        )
+
+
+def _open_file(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {_describe_damage(path)} ({error}); download it again") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _describe_damage(path: Path) -> str:
+    """What the sizes say about a file that safetensors refused."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            return f"a Git LFS pointer of {size:,} bytes, not the file itself"
+        header_size = int.from_bytes(start[:8], "little")
+        if 8 + header_size > size:
+            return f"truncated or damaged: {size:,} bytes, but its header alone should take {8 + header_size:,}"
+        file.seek(8)
+        header = file.read(header_size)
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return f"damaged: {size:,} bytes, with a header that is not safetensors"
+    return f"truncated or damaged: {size:,} bytes, but its header describes {8 + header_size + max(ends, default=0):,}"

@@ -1,0 +1,157 @@
+"""The types that describe a program's tensors: inputs, states and weights. Plain data, standard library only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from qwen4exp_trt.errors import BundleError
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
+
+Dim = int | str
+"""A static extent, or the name of a dynamic one (``T`` tokens, ``B`` sequences, ``num_blocks``, ``num_slots`` ...)."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape (ints and named dynamic dims) and dtype of a program input, weight or output."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: str
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TensorSpec:
+        return cls(data["name"], tuple(data["shape"]), data["dtype"])
+
+    def num_bytes(self, dims: Mapping[str, int]) -> int:
+        """Size in bytes with every named dim taken from ``dims``."""
+        return DTYPE_BYTES[self.dtype] * math.prod(extent_of(dim, dims) for dim in self.shape)
+
+
+class StateKind(StrEnum):
+    """What a state holds, which decides how it is addressed and rolled back."""
+
+    KV_CACHE = "kv_cache"
+    INDEX_K_CACHE = "index_k_cache"
+    INDEX_K_RING = "index_k_ring"
+    INDEX_POSITION_RING = "index_position_ring"
+    CONV_STATE = "conv_state"
+    RECURRENT_STATE = "recurrent_state"
+    PLE_CONV_STATE = "ple_conv_state"
+    NGRAM_IDS = "ngram_ids"
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One external state buffer.
+
+    The first dim is ``num_blocks`` (paged: rows are addressed through ``block_table``) or ``num_slots`` (one row a
+    sequence, addressed through ``slot_ids``). ``init`` is the value of every element of a fresh sequence: the ops
+    read it themselves for a sequence whose context length is 0, so that no slot needs clearing between sequences.
+    """
+
+    name: str
+    kind: StateKind
+    shape: tuple[Dim, ...]
+    dtype: str
+    init: int = 0
+
+    @property
+    def out_name(self) -> str:
+        """The name of the aliased engine output that carries the updated state."""
+        return f"{self.name}_out"
+
+    @property
+    def is_paged(self) -> bool:
+        return self.shape[0] == "num_blocks"
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one block (paged) or of one slot."""
+        return DTYPE_BYTES[self.dtype] * math.prod(extent_of(dim, {}) for dim in self.shape[1:])
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StateSpec:
+        kind = StateKind(data["kind"])
+        return cls(data["name"], kind, tuple(data["shape"]), data["dtype"], data["init"])
+
+
+def extent_of(dim: Dim, dims: Mapping[str, int]) -> int:
+    """The extent of ``dim``: itself, or what ``dims`` binds its name to."""
+    return dim if isinstance(dim, int) else dims[dim]
+
+
+# --- weight recipes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint, by name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Literal:
+    """A small constant that no checkpoint holds (hash constants, rotary frequencies); integers stay integers."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    values: tuple[int | float, ...]
+
+
+@dataclass(frozen=True)
+class Transform:
+    """A cheap, exact operation on weights that runs when they are loaded; the table of them is ``runtime.weights``."""
+
+    op: str
+    inputs: tuple[WeightRecipe, ...]
+    attrs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def attr(self) -> dict[str, Any]:
+        return dict(self.attrs)
+
+
+WeightRecipe = Source | Literal | Transform
+
+
+def recipe_to_json(recipe: WeightRecipe) -> dict[str, Any]:
+    if isinstance(recipe, Transform):
+        return {"op": recipe.op, "inputs": [recipe_to_json(r) for r in recipe.inputs], "attrs": dict(recipe.attrs)}
+    return asdict(recipe)
+
+
+def recipe_from_json(data: Mapping[str, Any]) -> WeightRecipe:
+    if "op" in data:
+        attrs = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in data["attrs"].items())
+        return Transform(data["op"], tuple(recipe_from_json(r) for r in data["inputs"]), attrs)
+    if "values" in data:
+        return Literal(data["dtype"], tuple(data["shape"]), tuple(data["values"]))
+    if "name" in data:
+        return Source(data["name"])
+    raise BundleError(f"weight recipe {dict(data)!r} is neither a source, a literal nor a transform")
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A weight of the program and how it is made from the checkpoint."""
+
+    tensor: TensorSpec
+    recipe: WeightRecipe
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    def to_json(self) -> dict[str, Any]:
+        return {"tensor": asdict(self.tensor), "recipe": recipe_to_json(self.recipe)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> WeightSpec:
+        return cls(TensorSpec.from_json(data["tensor"]), recipe_from_json(data["recipe"]))

@@ -1,0 +1,35 @@
+"""The errors a user can meet. Each message says what was found, where, what was expected and what to do."""
+
+from __future__ import annotations
+
+
+class Q4eError(Exception):
+    """Base of every error this package raises for a user's mistake; the command line prints it without a traceback."""
+
+
+class ConfigError(Q4eError):
+    """A config.json value that the model does not allow."""
+
+
+class CheckpointError(Q4eError):
+    """A checkpoint whose files, tensor names, shapes or dtypes are not those that its config asks for."""
+
+
+class PassError(Q4eError):
+    """A pass whose precondition, postcondition, legality or numerics failed."""
+
+
+class PluginError(Q4eError):
+    """A ``q4e::`` op called with operands outside its spec, or a plugin that cannot run where it was asked to."""
+
+
+class BuildError(Q4eError):
+    """A program that cannot be lowered, or an engine that TensorRT refused to build."""
+
+
+class BundleError(Q4eError):
+    """A bundle that is incomplete, damaged or made by another version."""
+
+
+class RequestError(Q4eError):
+    """A generation request that cannot be served as asked."""
