@@ -36,15 +36,16 @@ class Checkpoint:
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder; give the folder that holds the checkpoint's *.safetensors")
+            raise CheckpointError(f"{folder}: no such folder; give the one that holds the *.safetensors files")
         paths = sorted(folder.glob("*.safetensors"))
         _check_index(folder, {file.name for file in paths})
         if not paths:
-            raise CheckpointError(f"{folder}: no *.safetensors file; other checkpoint formats have to be converted first")
+            raise CheckpointError(f"{folder}: no *.safetensors file in it; convert other formats first")
         tensors: dict[str, tuple[str, Any]] = {}
         for file in paths:
             handle = _open_file(file)
-            for name in handle.keys():
+            names: list[str] = handle.keys()
+            for name in names:
                 if name in tensors:
                     raise CheckpointError(f"{folder}: tensor {name} is in both {tensors[name][0]} and {file.name}")
                 tensors[name] = (file.name, handle)
@@ -99,7 +100,7 @@ def _check_index(folder: Path, present: set[str]) -> None:
     try:
         files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not an index of shards (a JSON object with a weight_map): {error!r}") from error
+        raise CheckpointError(f"{index}: not a JSON object with a weight_map of shards: {error!r}") from error
     if missing := sorted(files - present):
         raise CheckpointError(
             f"{folder}: {len(missing)} of the {len(files)} shards that {INDEX_NAME} names are missing: "

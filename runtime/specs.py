@@ -10,6 +10,10 @@ from typing import Any
 
 from qwen4exp_trt.errors import BundleError
 
+NUM_BLOCKS = "num_blocks"
+NUM_SLOTS = "num_slots"
+"""The first dims of paged and of per-sequence states."""
+
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 Dim = int | str
@@ -57,6 +61,7 @@ class StateSpec:
 
     name: str
     kind: StateKind
+    layer: int
     shape: tuple[Dim, ...]
     dtype: str
     init: int = 0
@@ -68,7 +73,7 @@ class StateSpec:
 
     @property
     def is_paged(self) -> bool:
-        return self.shape[0] == "num_blocks"
+        return self.shape[0] == NUM_BLOCKS
 
     @property
     def row_bytes(self) -> int:
@@ -78,7 +83,7 @@ class StateSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StateSpec:
         kind = StateKind(data["kind"])
-        return cls(data["name"], kind, tuple(data["shape"]), data["dtype"], data["init"])
+        return cls(data["name"], kind, data["layer"], tuple(data["shape"]), data["dtype"], data["init"])
 
 
 def extent_of(dim: Dim, dims: Mapping[str, int]) -> int:

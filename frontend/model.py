@@ -1,0 +1,98 @@
+"""The text model over packed tokens with explicit states, written for `torch.export`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+
+from qwen4exp_trt.frontend.attention import GatedDeltaNet, QsaAttention
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.frontend.modules import Batch, HyperConnection, Linear, SparseMoe, States, Weight, combine
+from qwen4exp_trt.frontend.ple import Ple
+from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.runtime.specs import StateSpec
+
+
+def rotary_frequencies(config: ModelConfig) -> Tensor:
+    """``theta^(-2i/R)`` for i below R/2, float32, rounded as the reference rounds them."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.int64).float() / config.rotary_dim
+    return 1.0 / (config.rope_theta**exponents)
+
+
+class DecoderLayer(nn.Module):
+    """A token mixer and a mixture of experts, each between a read of and a write to the residual stack."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.attn_hyper_connection = HyperConnection(config, injects=True)
+        self.mlp_hyper_connection = HyperConnection(config, injects=True)
+        self.is_linear = config.is_linear(layer)
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(config, layer)
+        else:
+            self.self_attn = QsaAttention(config, layer)
+        self.ple = Ple(config, layer) if layer in config.ple_layers else None
+        self.mlp = SparseMoe(config)
+
+    def forward(
+        self, stack: Tensor, inv_freq: Tensor, no_selection: Tensor, batch: Batch, states: States
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The stack before the last combine, with that combine's operands (see `combine`)."""
+        if self.ple is not None:
+            stack = self.ple(stack, batch, states)
+        normed, mixed = self.attn_hyper_connection(stack)
+        if self.is_linear:
+            y = self.linear_attn(mixed, batch, states)
+        else:
+            y = self.self_attn(mixed, inv_freq, no_selection, batch, states)
+        stack = combine(stack, y, self.attn_hyper_connection.inject(normed))
+        normed, mixed = self.mlp_hyper_connection(stack)
+        return stack, self.mlp(mixed), self.mlp_hyper_connection.inject(normed)
+
+
+class TextModel(nn.Module):
+    """Token ids in, float logits of the rows in ``logits_indices`` out.
+
+    Parameters carry the checkpoint's names without prefix. Buffers are constants of the config.
+    """
+
+    def __init__(self, config: ModelConfig, states: Sequence[StateSpec]) -> None:
+        super().__init__()
+        all_specs()
+        self.hc_count, self.state_keys = config.hc_count, [(spec.layer, spec.kind) for spec in states]
+        self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.hyper_connection_mixer = HyperConnection(config, injects=False)
+        self.lm_head = Linear(config.vocab_size, config.hidden_size)
+        self.register_buffer("inv_freq", rotary_frequencies(config))
+        self.register_buffer("no_selection", torch.full((1, 1), -1, dtype=torch.int32))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        slot_ids: Tensor,
+        block_table: Tensor,
+        num_seqs: Tensor,
+        logits_indices: Tensor,
+        states: Sequence[Tensor],
+    ) -> Tensor:
+        batch = Batch(
+            input_ids, positions, query_start_loc, seq_lens, slot_ids, block_table, num_seqs, logits_indices
+        )
+        by_key = dict(zip(self.state_keys, states, strict=True))
+        stack = torch.cat([embedding(input_ids, self.embed_tokens.weight)] * self.hc_count, -1)
+        pending: tuple[Tensor, Tensor] | None = None
+        for layer in self.layers:
+            if pending is not None:
+                stack = combine(stack, *pending)
+            stack, *pending = layer(stack, self.inv_freq, self.no_selection, batch, by_key)
+        # Only the rows whose logits are asked for are combined and mixed.
+        stack, y, inject = (rows.index_select(0, logits_indices) for rows in (stack, *pending))
+        _, mixed = self.hyper_connection_mixer(combine(stack, y, inject))
+        return self.lm_head(mixed)

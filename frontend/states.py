@@ -1,0 +1,63 @@
+"""The one list of the model's external states."""
+
+from __future__ import annotations
+
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
+
+
+def state_specs(config: ModelConfig, dtype: str, block_size: int) -> tuple[StateSpec, ...]:
+    """Every state of the model in layer order.
+
+    ``dtype`` is the activation dtype (``bfloat16`` or ``float32``); ``block_size`` counts the tokens of a page of the
+    KV cache and must be a multiple of ``indexer_compress_ratio``.
+    """
+    states: list[StateSpec] = []
+    for layer in range(config.num_hidden_layers):
+        if layer in config.ple_layers:
+            states += _ple_states(config, layer, dtype)
+        if config.is_linear(layer):
+            states += _linear_attention_states(config, layer, dtype)
+        else:
+            states += _full_attention_states(config, layer, dtype, block_size)
+    return tuple(states)
+
+
+def _ple_states(config: ModelConfig, layer: int, dtype: str) -> list[StateSpec]:
+    ids_shape = (NUM_SLOTS, config.ngram_size - 1)
+    rows = (config.ple_conv_kernel_size - 1) * config.ngram_size
+    conv_shape = (NUM_SLOTS, rows, config.stack_width)
+    return [
+        _state("ple", layer, StateKind.NGRAM_IDS, ids_shape, "int32", init=config.ngram_eos_token_id),
+        _state("ple", layer, StateKind.PLE_CONV_STATE, conv_shape, dtype),
+    ]
+
+
+def _linear_attention_states(config: ModelConfig, layer: int, dtype: str) -> list[StateSpec]:
+    conv_shape = (NUM_SLOTS, config.linear_conv_kernel_dim - 1, config.linear_conv_dim)
+    heads, key_dim, value_dim = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    return [
+        _state("linear_attn", layer, StateKind.CONV_STATE, conv_shape, dtype),
+        _state("linear_attn", layer, StateKind.RECURRENT_STATE, (NUM_SLOTS, heads, key_dim, value_dim), "float32"),
+    ]
+
+
+def _full_attention_states(config: ModelConfig, layer: int, dtype: str, block_size: int) -> list[StateSpec]:
+    kv_shape = (NUM_BLOCKS, 2, block_size, config.num_key_value_heads, config.head_dim)
+    states = [_state("self_attn", layer, StateKind.KV_CACHE, kv_shape, dtype)]
+    if config.indexer_compress_ratio is not None and config.indexer_head_dim is not None:
+        ratio, head_dim = config.indexer_compress_ratio, config.indexer_head_dim
+        assert block_size % ratio == 0, (block_size, ratio)
+        prefix = "self_attn.indexer"
+        states += [
+            _state(prefix, layer, StateKind.INDEX_K_CACHE, (NUM_BLOCKS, block_size // ratio, head_dim), dtype),
+            _state(prefix, layer, StateKind.INDEX_K_RING, (NUM_SLOTS, ratio, head_dim), dtype),
+            _state(prefix, layer, StateKind.INDEX_POSITION_RING, (NUM_SLOTS, ratio, 3), "int32"),
+        ]
+    return states
+
+
+def _state(
+    module: str, layer: int, kind: StateKind, shape: tuple[int | str, ...], dtype: str, init: int = 0
+) -> StateSpec:
+    return StateSpec(f"layers.{layer}.{module}.{kind.value}", kind, layer, shape, dtype, init)
