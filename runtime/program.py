@@ -75,10 +75,11 @@ class Program:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
-    def placeholder(self, name: str) -> fx.Node:
-        """The placeholder of the input, state or weight ``name``."""
-        identifier = identifier_from_path(name)
-        return next(node for node in self.graph.find_nodes(op="placeholder") if node.name == identifier)
+    def placeholders(self) -> dict[str, fx.Node]:
+        """The placeholders of all inputs, states and weights by name."""
+        by_identifier = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
+        specs = (*self.inputs, *self.states, *self.weights)
+        return {spec.name: by_identifier[identifier_from_path(spec.name)] for spec in specs}
 
     def copy(self) -> Program:
         """An independent copy that shares no node with this program."""
@@ -107,8 +108,9 @@ class Program:
     def dim_names(self) -> dict[Any, str]:
         """Symbolic sizes of the traced graph -> the dim names of the tables."""
         names: dict[Any, str] = {}
+        placeholders = self.placeholders()
         for spec in (*self.inputs, *self.states):
-            value = self.placeholder(spec.name).meta["val"]
+            value = placeholders[spec.name].meta["val"]
             for dim, extent in zip(spec.shape, value.shape, strict=True):
                 if isinstance(dim, str):
                     names.setdefault(str(extent), dim)

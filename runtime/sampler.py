@@ -157,7 +157,7 @@ def _lowest_kept(best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     probs = best.masked_fill(best < floor, -torch.inf).softmax(-1)
     # top_p 1 keeps all, whatever the rounding of the sum.
     top_p = _column([row_params.top_p if row_params.top_p < 1 else torch.inf for row_params in params], best)
-    is_kept = (probs.cumsum(-1) - probs < top_p)
+    is_kept = (best >= floor) & (probs.cumsum(-1) - probs < top_p)
     return best.gather(1, is_kept.sum(-1, keepdim=True) - 1)
 
 

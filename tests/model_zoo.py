@@ -14,7 +14,6 @@ _NORM_GAIN_STD = 0.3
 """Spread of the learned norm gains: large enough that a dropped gain or a dropped ``1 +`` shows in the logits."""
 
 _WEIGHT_GAIN = {
-    "hc_norm": 1.0,
     "block_inject_weight": 4.0,
     "input_mix_weight_down": 4.0,
     "input_mix_weight_up": 2.0,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qwen4exp_trt.errors import RequestError
-from qwen4exp_trt.runtime.sampler import SampledToken, TokenHistory, generator_from_seed, sample
+from qwen4exp_trt.runtime.sampler import SampledToken, TokenHistory, _apply_filters, generator_from_seed, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 
 
@@ -55,7 +55,9 @@ def _reference_probs(
         values[token_id] -= params.presence_penalty
     values = [value / params.temperature for value in values]
     best = max(values)
-    ranked = sorted((math.exp(value - best) for value in values if math.exp(value - best) >= params.min_p), reverse=True)
+    ranked = sorted(
+        (math.exp(value - best) for value in values if math.exp(value - best) >= params.min_p), reverse=True
+    )
     ranked = ranked[: params.top_k] if params.top_k > 0 else ranked
     mass, lowest = 0.0, ranked[0]
     for weight in ranked:
@@ -190,28 +192,35 @@ def test_no_draw_falls_outside_of_the_reference_support(
 
 def test_tokens_that_tie_with_the_last_kept_one_are_kept() -> None:
     torch.manual_seed(0)
-    for fields in ({"top_k": 2}, {"top_p": 0.5}):
-        frequencies = _sample_many([2.0, 1.0, 1.0, 1.0, -5.0], SamplingParams(**fields), 400)
+    for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.5)):
+        frequencies = _sample_many([2.0, 1.0, 1.0, 1.0, -5.0], params, 400)
         assert (frequencies[:4] > 0).all() and frequencies[4] == 0
 
 
-def test_top_p_one_keeps_even_the_least_likely_token() -> None:
-    """The summed float32 probabilities reach 1 long before the tail; only top-k filters here."""
-    torch.manual_seed(0)
-    size = 20_000
-    logits = torch.zeros(size)
-    logits[: size // 2] = 4.0
-    params = SamplingParams(top_p=1.0, top_k=size, temperature=1.0)
-    sampled = sample(logits.repeat(400, 1), [params] * 400, [_history()] * 400, [None] * 400, None)
-    assert any(token.token_id >= size // 2 for token in sampled)
+def test_top_p_one_keeps_tokens_beyond_float32_of_the_sum() -> None:
+    """The summed probabilities are 1 before the last token, which a bound of 1 would drop."""
+    scaled = torch.tensor([[0.0, -1.0, -40.0]])
+    params = SamplingParams(top_k=3)
+    assert params.has_filters and torch.equal(_apply_filters(scaled, [params]), scaled)
+
+
+def test_min_p_comes_before_top_p() -> None:
+    """Of 0.4, 0.3 and three 0.1, min-p leaves 4/7 and 3/7: the first alone then holds 0.55 of the mass."""
+    logits = [math.log(prob) for prob in (0.4, 0.3, 0.1, 0.1, 0.1)]
+    frequencies = _sample_many(logits, SamplingParams(min_p=0.5, top_p=0.55), 100)
+    assert frequencies.tolist() == [1, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e6])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     torch.manual_seed(0)
-    params = SamplingParams(temperature=temperature, top_p=0.9)
-    ids = {_sample_one([1e30, -1e30, 3.0], params).token_id for _ in range(20)}
-    assert ids == {0}
+    frequencies = _sample_many([1e35, 1e35, -1e35, 3.0], SamplingParams(temperature=temperature, top_p=0.9), 50)
+    assert (frequencies[:2] > 0).all() and not frequencies[2:].any()
+
+
+def test_noise_of_zero_revives_no_filtered_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tensor, "exponential_", lambda noise, generator=None: noise.zero_())
+    assert _sample_one([0.0, 2.0, 1.0], SamplingParams(top_k=2)).token_id == 1
 
 
 # Seeds

@@ -29,12 +29,11 @@ def test_stop_is_kept_as_a_tuple(stop: Any, kept: tuple[str, ...]) -> None:
 
 
 def test_numbers_are_kept_as_plain_python_numbers() -> None:
-    params = SamplingParams(
-        temperature=np.float32(0.5), top_p=1, top_k=np.int64(3), stop_token_ids=[np.int32(7)], seed=np.int64(1)
-    )
-    kept = (params.temperature, params.top_p, params.top_k, params.stop_token_ids, params.seed)
-    assert kept == (0.5, 1.0, 3, (7,), 1)
-    assert [type(value) for value in kept] == [float, float, int, tuple, int]
+    fields: dict[str, Any] = {"temperature": np.float32(0.5), "top_p": 1, "top_k": np.int64(3), "seed": np.int64(1)}
+    params = SamplingParams(**fields, stop_token_ids=[np.int32(7)])  # type: ignore[list-item]
+    kept = [params.temperature, params.top_p, params.top_k, params.seed, *(params.stop_token_ids or ())]
+    assert kept == [0.5, 1.0, 3, 1, 7]
+    assert [type(value) for value in kept] == [float, float, int, int, int]
 
 
 def test_params_are_frozen_hashable_and_comparable() -> None:
@@ -58,9 +57,7 @@ def test_params_are_frozen_hashable_and_comparable() -> None:
         ({"min_p": 0.1}, False, False, True),
     ],
 )
-def test_what_is_switched_on(
-    fields: dict[str, Any], is_greedy: bool, has_penalties: bool, has_filters: bool
-) -> None:
+def test_what_is_switched_on(fields: dict[str, Any], is_greedy: bool, has_penalties: bool, has_filters: bool) -> None:
     params = SamplingParams(**fields)
     assert (params.is_greedy, params.has_penalties, params.has_filters) == (is_greedy, has_penalties, has_filters)
 

@@ -1,0 +1,59 @@
+"""What every program must satisfy between passes, whatever the passes do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from qwen4exp_trt.errors import PassError
+from qwen4exp_trt.plugins.registry import spec_of
+from qwen4exp_trt.runtime.program import Program, is_getitem
+from qwen4exp_trt.runtime.program_text import ATEN_OPS, op_name
+
+
+def check_legality(program: Program, where: str) -> None:
+    """Raise `PassError` naming the first rule that ``program`` breaks."""
+    program.graph.lint()
+    violation = next(_violations(program), None)
+    if violation is not None:
+        raise PassError(f"{where} is not legal: {violation}")
+
+
+def _violations(program: Program) -> Iterator[str]:
+    yield from _placeholder_violations(program)
+    for node in program.calls():
+        if node.meta.get("val") is None:
+            yield f"{node.name} has no shape and dtype"
+        if not is_getitem(node) and spec_of(node.target) is None and op_name(node.target) not in ATEN_OPS:
+            yield f"{node.name} calls {op_name(node.target)}, which is not in the list of ops a program may hold"
+    yield from _state_violations(program)
+
+
+def _placeholder_violations(program: Program) -> Iterator[str]:
+    found = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    expected = [node.name for node in program.placeholders().values()]
+    if found != expected:
+        yield f"the placeholders {sorted(set(found) ^ set(expected))} differ from the tables, or their order does"
+
+
+def _state_violations(program: Program) -> Iterator[str]:
+    """A state has one writer, and nobody reads it before: an engine hands an aliased input to one consumer only."""
+    placeholders = program.placeholders()
+    states = {placeholders[spec.name] for spec in program.states}
+    for state in states:
+        users = sorted(state.users)
+        writers = [node for node in users if state in _mutated_operands(node)]
+        if len(writers) != 1:
+            yield f"state {state.name} is written by {[node.name for node in writers]}, expected exactly one op"
+        elif users[0] is not writers[0]:
+            yield f"{users[0].name} reads state {state.name} before {writers[0].name} writes it"
+    for node in program.calls():
+        for operand in _mutated_operands(node):
+            if operand not in states:
+                yield f"{node.name} mutates {operand.name}, which is not a state"
+
+
+def _mutated_operands(node: fx.Node) -> list[fx.Node]:
+    spec = spec_of(node.target)
+    return [] if spec is None else [v for v, arg in zip(node.args, spec.inputs, strict=False) if arg.mutated]

@@ -1,0 +1,174 @@
+"""Recognizers of the small expressions that passes rewrite, and the edits they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from qwen4exp_trt.plugins.registry import all_specs, spec_of
+from qwen4exp_trt.runtime.program import Program, identifier_from_path
+from qwen4exp_trt.runtime.specs import WeightRecipe, WeightSpec
+from qwen4exp_trt.runtime.weights import transform
+
+ATEN: Any = torch.ops.aten
+
+
+WEIGHT_TRANSFORMS: dict[Any, Callable[..., WeightRecipe]] = {
+    ATEN.to.dtype: lambda x, dtype: transform("cast", x, dtype=str(dtype).removeprefix("torch.")),
+    ATEN.add.Tensor: lambda x, value: transform("add", x, value=value),
+    ATEN.cat.default: lambda parts, dim=0: transform("concat", *parts, dim=dim),
+    ATEN.view.default: lambda x, shape: transform("reshape", x, shape=tuple(shape)),
+}
+"""Op -> the same computation as a weight recipe, a function of the op's arguments with recipes for weights."""
+
+
+@dataclass(frozen=True)
+class Combine:
+    """``stack + view(unsqueeze(inject, 2) * unsqueeze(y, 1))``: the hyper-connection combine."""
+
+    stack: fx.Node
+    y: fx.Node
+    inject: fx.Node
+
+
+@dataclass(frozen=True)
+class ScaledLinear:
+    """``linear(x, weight) / divisor``."""
+
+    x: fx.Node
+    weight: fx.Node
+    divisor: int
+
+
+@dataclass(frozen=True)
+class HcProjections:
+    """The two thin projections of one normed stack: ``silu(linear / HC)`` and ``sigmoid(linear / HC) * 2``."""
+
+    lowrank: fx.Node
+    inject: fx.Node
+    down: ScaledLinear
+    block_inject: ScaledLinear
+
+
+def call_of(node: Any, target: Any) -> bool:
+    """True when ``node`` is a call of ``target``."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target == target
+
+
+def q4e_op(name: str) -> Any:
+    """The overload of one of our ops."""
+    return all_specs()[name].overload
+
+
+def match_combine(node: Any) -> Combine | None:
+    if not call_of(node, ATEN.add.Tensor) or not call_of(node.args[1], ATEN.view.default):
+        return None
+    product = node.args[1].args[0]
+    if not call_of(product, ATEN.mul.Tensor):
+        return None
+    inject, y = product.args
+    if not call_of(inject, ATEN.unsqueeze.default) or not call_of(y, ATEN.unsqueeze.default):
+        return None
+    if inject.args[1] != 2 or y.args[1] != 1:
+        return None
+    return Combine(node.args[0], y.args[0], inject.args[0])
+
+
+def match_pending_combine(norm: fx.Node) -> Combine | None:
+    """The combine whose first reader is ``norm``, so that it can wait until the norm runs."""
+    combined = norm.args[0]
+    return match_combine(combined) if min(combined.users) is norm else None
+
+
+def match_scaled_linear(node: Any) -> ScaledLinear | None:
+    if not call_of(node, ATEN.div.Tensor) or not isinstance(node.args[1], int):
+        return None
+    product = node.args[0]
+    if not call_of(product, ATEN.linear.default):
+        return None
+    return ScaledLinear(product.args[0], product.args[1], node.args[1])
+
+
+def match_linear_concat(node: Any) -> list[fx.Node] | None:
+    """The ``linear`` nodes of ``cat([linear(x, w0), linear(x, w1), ...], -1)`` when all share ``x``."""
+    if not call_of(node, ATEN.cat.default) or len(node.args) < 2 or node.args[1] != -1:
+        return None
+    parts = list(node.args[0])
+    if not all(call_of(part, ATEN.linear.default) for part in parts):
+        return None
+    return parts if len({part.args[0] for part in parts}) == 1 else None
+
+
+def find_hc_projections(program: Program) -> list[HcProjections]:
+    injects: dict[fx.Node, tuple[fx.Node, ScaledLinear]] = {}
+    for node in program.graph.find_nodes(op="call_function", target=ATEN.mul.Tensor):
+        if node.args[1] == 2 and call_of(node.args[0], ATEN.sigmoid.default):
+            block_inject = match_scaled_linear(node.args[0].args[0])
+            if block_inject is not None:
+                injects[block_inject.x] = (node, block_inject)
+    found = []
+    for node in program.graph.find_nodes(op="call_function", target=ATEN.silu.default):
+        down = match_scaled_linear(node.args[0])
+        if down is not None and down.x in injects and injects[down.x][1].divisor == down.divisor:
+            found.append(HcProjections(node, injects[down.x][0], down, injects[down.x][1]))
+    return found
+
+
+def find_foldable(program: Program) -> Iterator[fx.Node]:
+    """Ops with a weight transform whose operands are all weights."""
+    placeholders = program.placeholders()
+    weights = {placeholders[spec.name] for spec in program.weights}
+    return (
+        node
+        for node in program.calls()
+        if node.target in WEIGHT_TRANSFORMS and node.all_input_nodes and weights.issuperset(node.all_input_nodes)
+    )
+
+
+def is_dead(node: fx.Node) -> bool:
+    """True for an op that nothing reads and that changes no state."""
+    return not node.users and not mutates(node)
+
+
+def mutates(node: fx.Node) -> bool:
+    """True when the op updates a state."""
+    spec = spec_of(node.target)
+    return spec is not None and bool(spec.states)
+
+
+def erase_unused(graph: fx.Graph, node: Any) -> int:
+    """Erase ``node`` and what only it used, as far as nothing else reads it and no state changes; counts them."""
+    if not isinstance(node, fx.Node) or node.op != "call_function" or node.users or mutates(node):
+        return 0
+    operands = node.all_input_nodes
+    graph.erase_node(node)
+    return 1 + sum(erase_unused(graph, operand) for operand in operands)
+
+
+def insert_call(graph: fx.Graph, before: fx.Node, name: str, target: Any, args: Sequence[Any]) -> fx.Node:
+    """A new call before ``before``, its result's shape and dtype inferred from its operands."""
+    with graph.inserting_before(before):
+        node = graph.create_node("call_function", target, tuple(args), name=name)
+    values = fx.map_arg(tuple(args), lambda arg: arg.meta["val"])
+    mode = detect_fake_mode(values)
+    assert mode is not None, f"{name} has no fake operand"
+    with mode:
+        node.meta["val"] = target(*values)
+    return node
+
+
+def add_weight(program: Program, spec: WeightSpec, value: torch.Tensor) -> fx.Node:
+    """Append a weight to the tables and the graph; ``value`` is its fake tensor."""
+    last = list(program.graph.find_nodes(op="placeholder"))[-1]
+    name = identifier_from_path(spec.name)
+    with program.graph.inserting_after(last):
+        node = program.graph.create_node("placeholder", name, name=name)
+    assert node.name == name, f"weight name {spec.name} is taken"
+    node.meta["val"] = value
+    program.weights = (*program.weights, spec)
+    return node

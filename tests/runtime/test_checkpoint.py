@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from qwen4exp_trt.errors import CheckpointError
+from qwen4exp_trt.runtime.checkpoint import INDEX_NAME, Checkpoint, listing
+
+TENSORS = {
+    "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
+    "b": torch.arange(4, dtype=torch.bfloat16),
+    "c": torch.tensor([2**62 + 1, -5]),
+    "d": torch.ones(2, 2, dtype=torch.float16),
+}
+
+
+def write_shards(folder: Path, shards: dict[str, str], indexed: str | None = None) -> None:
+    """``shards``: file name -> letters of its tensors; ``indexed``: letters that an index.json maps to their file."""
+    for file, letters in shards.items():
+        save_file({name: TENSORS[name] for name in letters}, folder / file)
+    if indexed is not None:
+        weight_map = {name: file for file, letters in shards.items() for name in letters if name in indexed}
+        (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+LAYOUTS = {
+    "single file": ({"model.safetensors": "abcd"}, None),
+    "shards with index": ({"model-00001-of-00002.safetensors": "ab", "model-00002-of-00002.safetensors": "cd"}, "abcd"),
+    "shards without index": ({"x.safetensors": "ad", "y.safetensors": "bc"}, None),
+    "index that forgets a tensor": ({"x.safetensors": "ab", "y.safetensors": "cd"}, "abc"),
+    "index that forgets a file": ({"x.safetensors": "ab", "y.safetensors": "cd"}, "ab"),
+}
+
+
+@pytest.mark.parametrize(("shards", "indexed"), LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts(tmp_path: Path, shards: dict[str, str], indexed: str | None) -> None:
+    write_shards(tmp_path, shards, indexed)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.names == ["a", "b", "c", "d"]
+    assert [checkpoint.dtype(name) for name in "abcd"] == ["F32", "BF16", "I64", "F16"]
+    assert [checkpoint.shape(name) for name in "abcd"] == [(2, 3), (4,), (2,), (2, 2)]
+    for name, tensor in TENSORS.items():
+        found = checkpoint.tensor(name)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+    assert checkpoint.files == {file: (tmp_path / file).stat().st_size for file in shards}
+
+
+def test_tensor_is_a_view_of_the_mapped_file(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"model.safetensors": "ab"})
+    checkpoint = Checkpoint.open(tmp_path)
+    first, second = checkpoint.tensor("a"), checkpoint.tensor("a")
+    assert first.data_ptr() == second.data_ptr(), "two live copies cannot share an address"
+
+
+def test_opening_and_reading_one_tensor_leaves_the_others_unread(tmp_path: Path) -> None:
+    large = torch.zeros(64 << 20, dtype=torch.uint8)
+    save_file({"large": large, "small": torch.ones(4)}, tmp_path / "model.safetensors")
+    script = (
+        "import sys, resource\n"
+        "from qwen4exp_trt.runtime.checkpoint import Checkpoint\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "checkpoint = Checkpoint.open(sys.argv[1])\n"
+        "assert checkpoint.tensor('small').sum() == 4 and checkpoint.tensor('large').shape == (64 << 20,)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    grown_kib = subprocess.run([sys.executable, "-c", script, tmp_path], check=True, capture_output=True, text=True)
+    assert int(grown_kib.stdout) < 16 << 10, "a quarter of the tensor that was only looked at"
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.open(folder)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_no_such_folder_and_empty_folder(tmp_path: Path) -> None:
+    assert "absent: no such folder" in refused(tmp_path / "absent")
+    assert "no *.safetensors file" in refused(tmp_path)
+
+
+def test_missing_shards_are_all_listed(tmp_path: Path) -> None:
+    write_shards(tmp_path, {f"model-{i}.safetensors": name for i, name in enumerate("abcd")}, "abcd")
+    for i in (1, 3):
+        (tmp_path / f"model-{i}.safetensors").unlink()
+    message = refused(tmp_path)
+    assert "2 of the 4 shards" in message
+    assert "model-1.safetensors, model-3.safetensors;" in message
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_damaged_index(tmp_path: Path, content: str) -> None:
+    write_shards(tmp_path, {"model.safetensors": "a"})
+    (tmp_path / INDEX_NAME).write_text(content)
+    assert f"{INDEX_NAME}: not a JSON object with a weight_map" in refused(tmp_path)
+
+
+def test_one_tensor_in_two_files(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"x.safetensors": "ab", "y.safetensors": "bc"})
+    assert "tensor b is in both x.safetensors and y.safetensors" in refused(tmp_path)
+
+
+def test_truncated_data_names_the_file_and_both_sizes(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"x.safetensors": "a", "y.safetensors": "b"})
+    damaged = tmp_path / "y.safetensors"
+    size = damaged.stat().st_size
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    assert f"y.safetensors: truncated or damaged: {size - 3:,} bytes, but its header describes {size:,}" in (
+        refused(tmp_path)
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "truncated or damaged: 0 bytes, but its header alone should take 8"),
+        (b"\x10\x00", "truncated or damaged: 2 bytes"),
+        ((100).to_bytes(8, "little") + b"{}", "10 bytes, but its header alone should take 108"),
+        (b"\xff" * 64, "truncated or damaged: 64 bytes"),
+        ((8).to_bytes(8, "little") + b"not json", "damaged: 16 bytes, with a header that is not safetensors"),
+        ((8).to_bytes(8, "little") + b'{"a": 3}', "damaged: 16 bytes, with a header that is not safetensors"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "a Git LFS pointer of 63 bytes"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    found = refused(tmp_path)
+    assert "model.safetensors" in found
+    assert message in found
+
+
+def test_unknown_tensor(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"model.safetensors": "a"})
+    with pytest.raises(CheckpointError, match="no tensor zzz in the 1 safetensors files"):
+        Checkpoint.open(tmp_path).tensor("zzz")
+
+
+def test_identity_accepts_more_files_but_no_other_sizes(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"x.safetensors": "a", "y.safetensors": "b"})
+    files = Checkpoint.open(tmp_path).files
+    write_shards(tmp_path, {"y.safetensors": "bc", "extra.safetensors": "d"})
+    (tmp_path / "x.safetensors").unlink()
+    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint.verify_identity({"extra.safetensors": checkpoint.files["extra.safetensors"]})
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.verify_identity(files)
+    sizes = f"{checkpoint.files['y.safetensors']} bytes instead of {files['y.safetensors']}"
+    assert f"x.safetensors is missing, y.safetensors has {sizes};" in str(caught.value)
+
+
+def test_listing_is_bounded() -> None:
+    assert listing(["a", "b"]) == "a, b"
+    assert listing((str(i) for i in range(5)), limit=3) == "0, 1, 2 and 2 more"
