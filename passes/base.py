@@ -81,8 +81,10 @@ class PassManager:
         program.module.recompile()
         check_legality(program, f"the program after pass {graph_pass.name}")
         check_facts(graph_pass, "ensures", graph_pass.ensures, program)
-        if (rewrites > 0) != (format_program(before) != format_program(program)):
-            raise PassError(f"pass {graph_pass.name} reports {rewrites} rewrites, which its change of text contradicts")
+        changed = (format_program(before), before.tables) != (format_program(program), program.tables)
+        if (rewrites > 0) != changed:
+            found = "changed" if changed else "did not change"
+            raise PassError(f"pass {graph_pass.name} reports {rewrites} rewrites, but the program {found}")
         again = graph_pass.run(program.copy())
         if again:
             raise PassError(f"pass {graph_pass.name} is not idempotent: a second run did {again} more rewrites")

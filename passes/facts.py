@@ -27,7 +27,7 @@ def _split_hc_projections(program: Program) -> Iterator[str]:
 
 def _split_projections(program: Program) -> Iterator[str]:
     concats = program.graph.find_nodes(op="call_function", target=ATEN.cat.default)
-    return (f"{node.name} joins projections of one input" for node in concats if match_linear_concat(node))
+    return (f"{concat.name} joins projections of one input" for concat in concats if match_linear_concat(concat))
 
 
 def _weight_expressions(program: Program) -> Iterator[str]:

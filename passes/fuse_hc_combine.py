@@ -14,7 +14,14 @@ import operator
 from torch import fx
 
 from qwen4exp_trt.passes.base import graph_pass
-from qwen4exp_trt.passes.patterns import Combine, erase_unused, insert_call, match_pending_combine, q4e_op
+from qwen4exp_trt.passes.patterns import (
+    Combine,
+    erase_unused,
+    insert_call,
+    match_pending_combine,
+    q4e_op,
+    sibling_name,
+)
 from qwen4exp_trt.runtime.program import Program
 
 
@@ -31,7 +38,7 @@ def fuse_hc_combine(program: Program) -> int:
 
 def _fuse(graph: fx.Graph, match: Combine, norm: fx.Node) -> None:
     combined, gain, _, eps = norm.args
-    name = norm.name.replace("hc_norm", "hc_combine_norm")
+    name = sibling_name(norm, "hc_norm", "hc_combine_norm")
     operands = (match.stack, match.y, match.inject, gain, eps)
     fused = insert_call(graph, norm, name, q4e_op("hc_combine_norm"), operands)
     new_stack = insert_call(graph, norm, f"{name}__combined", operator.getitem, (fused, 0))

@@ -14,7 +14,10 @@ from qwen4exp_trt.runtime.program_text import ATEN_OPS, op_name
 
 def check_legality(program: Program, where: str) -> None:
     """Raise `PassError` naming the first rule that ``program`` breaks."""
-    program.graph.lint()
+    try:
+        program.graph.lint()
+    except RuntimeError as error:
+        raise PassError(f"{where} is not a graph: {error}") from error
     violation = next(_violations(program), None)
     if violation is not None:
         raise PassError(f"{where} is not legal: {violation}")
@@ -25,6 +28,8 @@ def _violations(program: Program) -> Iterator[str]:
     for node in program.calls():
         if node.meta.get("val") is None:
             yield f"{node.name} has no shape and dtype"
+        if node.kwargs:
+            yield f"{node.name} takes {sorted(node.kwargs)} by keyword, where every argument goes by position"
         if not is_getitem(node) and spec_of(node.target) is None and op_name(node.target) not in ATEN_OPS:
             yield f"{node.name} calls {op_name(node.target)}, which is not in the list of ops a program may hold"
     yield from _state_violations(program)
@@ -32,9 +37,9 @@ def _violations(program: Program) -> Iterator[str]:
 
 def _placeholder_violations(program: Program) -> Iterator[str]:
     found = [node.name for node in program.graph.find_nodes(op="placeholder")]
-    expected = [node.name for node in program.placeholders().values()]
+    expected = program.placeholder_names()
     if found != expected:
-        yield f"the placeholders {sorted(set(found) ^ set(expected))} differ from the tables, or their order does"
+        yield f"its placeholders are not those of its tables in their order, see {sorted(set(found) ^ set(expected))}"
 
 
 def _state_violations(program: Program) -> Iterator[str]:

@@ -13,7 +13,15 @@ import operator
 from torch import fx
 
 from qwen4exp_trt.passes.base import graph_pass
-from qwen4exp_trt.passes.patterns import ATEN, HcProjections, erase_unused, find_hc_projections, insert_call, q4e_op
+from qwen4exp_trt.passes.patterns import (
+    ATEN,
+    HcProjections,
+    erase_unused,
+    find_hc_projections,
+    insert_call,
+    q4e_op,
+    sibling_name,
+)
 from qwen4exp_trt.runtime.program import Program
 
 
@@ -26,8 +34,7 @@ def merge_hc_projections(program: Program) -> int:
 
 
 def _merge(graph: fx.Graph, found: HcProjections) -> None:
-    position = found.lowrank
-    name = f"{position.name.rsplit('__', 1)[0]}__hc_project"
+    position, name = min(found.lowrank, found.inject), sibling_name(found.lowrank, "silu", "hc_project")
     weights = [found.down.weight, found.block_inject.weight]
     weight = insert_call(graph, position, f"{name}__cat", ATEN.cat.default, (weights,))
     operands = (found.down.x, weight, found.down.divisor)

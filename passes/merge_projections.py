@@ -2,13 +2,17 @@
 
     cat([linear(x, w0), linear(x, w1), ...], -1)  ->  linear(x, cat([w0, w1, ...]))
 
-One product reads ``x`` once, and the concatenation disappears.
+One product reads ``x`` once, and the concatenation disappears. A product that another op reads too is left alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import fx
+
 from qwen4exp_trt.passes.base import graph_pass
-from qwen4exp_trt.passes.patterns import ATEN, erase_unused, insert_call, match_linear_concat
+from qwen4exp_trt.passes.patterns import ATEN, erase_unused, insert_call, match_linear_concat, sibling_name
 from qwen4exp_trt.runtime.program import Program
 
 
@@ -16,13 +20,16 @@ from qwen4exp_trt.runtime.program import Program
 def merge_projections(program: Program) -> int:
     rewrites = 0
     for concat in list(program.graph.find_nodes(op="call_function", target=ATEN.cat.default)):
-        parts = match_linear_concat(concat)
-        if parts is None:
-            continue
-        graph, stem = program.graph, concat.name.replace("__cat", "__merged_proj")
-        weight = insert_call(graph, concat, f"{stem}__cat", ATEN.cat.default, ([part.args[1] for part in parts],))
-        merged = insert_call(graph, concat, stem, ATEN.linear.default, (parts[0].args[0], weight))
-        concat.replace_all_uses_with(merged)
-        erase_unused(graph, concat)
-        rewrites += 1
+        match = match_linear_concat(concat)
+        if match is not None:
+            _merge(program.graph, concat, *match)
+            rewrites += 1
     return rewrites
+
+
+def _merge(graph: fx.Graph, concat: fx.Node, x: fx.Node, weights: Sequence[fx.Node]) -> None:
+    name = sibling_name(concat, "cat", "merged_proj")
+    weight = insert_call(graph, concat, f"{name}__cat", ATEN.cat.default, (list(weights),))
+    merged = insert_call(graph, concat, name, ATEN.linear.default, (x, weight))
+    concat.replace_all_uses_with(merged)
+    erase_unused(graph, concat)

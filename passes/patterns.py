@@ -17,7 +17,6 @@ from qwen4exp_trt.runtime.weights import transform
 
 ATEN: Any = torch.ops.aten
 
-
 WEIGHT_TRANSFORMS: dict[Any, Callable[..., WeightRecipe]] = {
     ATEN.to.dtype: lambda x, dtype: transform("cast", x, dtype=str(dtype).removeprefix("torch.")),
     ATEN.add.Tensor: lambda x, value: transform("add", x, value=value),
@@ -81,52 +80,66 @@ def match_combine(node: Any) -> Combine | None:
 
 def match_pending_combine(norm: fx.Node) -> Combine | None:
     """The combine whose first reader is ``norm``, so that it can wait until the norm runs."""
-    combined = norm.args[0]
-    return match_combine(combined) if min(combined.users) is norm else None
+    combined, _, hc_count, _ = norm.args
+    match = match_combine(combined) if min(combined.users) is norm else None
+    return match if match is not None and match.inject.meta["val"].shape[1] == hc_count else None
+
+
+def match_linear(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """``x`` and ``weight`` of ``linear(x, weight)``, a projection without bias."""
+    return (node.args[0], node.args[1]) if call_of(node, ATEN.linear.default) and len(node.args) == 2 else None
 
 
 def match_scaled_linear(node: Any) -> ScaledLinear | None:
     if not call_of(node, ATEN.div.Tensor) or not isinstance(node.args[1], int):
         return None
-    product = node.args[0]
-    if not call_of(product, ATEN.linear.default):
-        return None
-    return ScaledLinear(product.args[0], product.args[1], node.args[1])
+    linear = match_linear(node.args[0])
+    return None if linear is None else ScaledLinear(*linear, node.args[1])
 
 
-def match_linear_concat(node: Any) -> list[fx.Node] | None:
-    """The ``linear`` nodes of ``cat([linear(x, w0), linear(x, w1), ...], -1)`` when all share ``x``."""
-    if not call_of(node, ATEN.cat.default) or len(node.args) < 2 or node.args[1] != -1:
+def match_linear_concat(concat: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """``x`` and the weights of ``concat = cat([linear(x, w0), linear(x, w1), ...], -1)``.
+
+    None when another op reads one of the products: it would be computed twice, from two copies of its weight.
+    """
+    if concat.args[1:] != (-1,) or any(set(part.users) != {concat} for part in concat.args[0]):
         return None
-    parts = list(node.args[0])
-    if not all(call_of(part, ATEN.linear.default) for part in parts):
+    linears = [match for part in concat.args[0] if (match := match_linear(part)) is not None]
+    if len(linears) != len(concat.args[0]) or len({x for x, _ in linears}) != 1:
         return None
-    return parts if len({part.args[0] for part in parts}) == 1 else None
+    return linears[0][0], [weight for _, weight in linears]
 
 
 def find_hc_projections(program: Program) -> list[HcProjections]:
-    injects: dict[fx.Node, tuple[fx.Node, ScaledLinear]] = {}
-    for node in program.graph.find_nodes(op="call_function", target=ATEN.mul.Tensor):
-        if node.args[1] == 2 and call_of(node.args[0], ATEN.sigmoid.default):
-            block_inject = match_scaled_linear(node.args[0].args[0])
-            if block_inject is not None:
-                injects[block_inject.x] = (node, block_inject)
+    injects = {match.x: (node, match) for node, match in _find_injects(program)}
     found = []
     for node in program.graph.find_nodes(op="call_function", target=ATEN.silu.default):
         down = match_scaled_linear(node.args[0])
         if down is not None and down.x in injects and injects[down.x][1].divisor == down.divisor:
-            found.append(HcProjections(node, injects[down.x][0], down, injects[down.x][1]))
+            inject, block_inject = injects.pop(down.x)
+            found.append(HcProjections(node, inject, down, block_inject))
     return found
 
 
+def _find_injects(program: Program) -> Iterator[tuple[fx.Node, ScaledLinear]]:
+    """Each ``sigmoid(linear / HC) * 2`` with HC rows, and its linear."""
+    for node in program.graph.find_nodes(op="call_function", target=ATEN.mul.Tensor):
+        if node.args[1] == 2 and call_of(node.args[0], ATEN.sigmoid.default):
+            match = match_scaled_linear(node.args[0].args[0])
+            if match is not None and match.weight.meta["val"].shape[0] == match.divisor:
+                yield node, match
+
+
 def find_foldable(program: Program) -> Iterator[fx.Node]:
-    """Ops with a weight transform whose operands are all weights."""
+    """Ops with a weight transform whose first argument, a weight or a list of weights, is their only operand."""
     placeholders = program.placeholders()
     weights = {placeholders[spec.name] for spec in program.weights}
     return (
         node
         for node in program.calls()
-        if node.target in WEIGHT_TRANSFORMS and node.all_input_nodes and weights.issuperset(node.all_input_nodes)
+        if node.target in WEIGHT_TRANSFORMS
+        and weights.issuperset(node.all_input_nodes)
+        and not any(isinstance(arg, fx.Node) for arg in node.args[1:])
     )
 
 
@@ -141,17 +154,25 @@ def mutates(node: fx.Node) -> bool:
     return spec is not None and bool(spec.states)
 
 
-def erase_unused(graph: fx.Graph, node: Any) -> int:
-    """Erase ``node`` and what only it used, as far as nothing else reads it and no state changes; counts them."""
-    if not isinstance(node, fx.Node) or node.op != "call_function" or node.users or mutates(node):
-        return 0
-    operands = node.all_input_nodes
-    graph.erase_node(node)
-    return 1 + sum(erase_unused(graph, operand) for operand in operands)
+def erase_unused(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase ``node`` and what only it used, as far as nothing else reads it and no state changes."""
+    pending = {node}
+    while pending:
+        latest = max(pending)
+        pending.remove(latest)
+        if latest.op == "call_function" and is_dead(latest):
+            pending.update(latest.all_input_nodes)
+            graph.erase_node(latest)
+
+
+def sibling_name(node: fx.Node, old: str, new: str) -> str:
+    """The name of ``node`` with ``new`` for ``old`` in its last component: the module path stays."""
+    module, separator, last = node.name.rpartition("__")
+    return module + separator + last.replace(old, new)
 
 
 def insert_call(graph: fx.Graph, before: fx.Node, name: str, target: Any, args: Sequence[Any]) -> fx.Node:
-    """A new call before ``before``, its result's shape and dtype inferred from its operands."""
+    """A new call before ``before``, its result's shape and dtype inferred from its operands. A taken name is numbered."""
     with graph.inserting_before(before):
         node = graph.create_node("call_function", target, tuple(args), name=name)
     values = fx.map_arg(tuple(args), lambda arg: arg.meta["val"])

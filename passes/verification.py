@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import PassError
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.specs import Dim, TensorSpec, WeightSpec
+from qwen4exp_trt.runtime.specs import WeightSpec
 from qwen4exp_trt.runtime.weights import TensorSource, dtype_from_name, materialize_weight, sources_of
 
 
@@ -54,7 +54,7 @@ class Verifier:
 
 def run_sample(program: Program, sample: SampleSteps, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Every output of every step, and every state after the last, by name."""
-    states = {spec.name: _filled(spec.shape, spec.dtype, sample.extents) for spec in program.states}
+    states = initial_states(program, sample)
     values: dict[str, Tensor] = {}
     for index, inputs in enumerate(sample.steps):
         outputs = program.run(inputs, states, weights)
@@ -74,10 +74,16 @@ def relative_error(expected: Tensor, got: Tensor) -> float:
     return float((expected.double() - got.double()).norm() / scale)
 
 
-def _filled(shape: Sequence[Dim], dtype: str, extents: Mapping[str, int]) -> Tensor:
-    """A state full of a value that no op may let through: what a fresh sequence reads does not come from memory."""
-    sizes = [extents[dim] if isinstance(dim, str) else dim for dim in shape]
-    return torch.full(sizes, 7, dtype=dtype_from_name(dtype))
+def initial_states(program: Program, sample: SampleSteps) -> dict[str, Tensor]:
+    """States full of a value that no op may let through: what a fresh sequence reads does not come from memory."""
+    return {
+        spec.name: torch.full(
+            [sample.extents[dim] if isinstance(dim, str) else dim for dim in spec.shape],
+            7,
+            dtype=dtype_from_name(spec.dtype),
+        )
+        for spec in program.states
+    }
 
 
 def random_source(weights: Sequence[WeightSpec]) -> TensorSource:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,7 +15,7 @@ from qwen4exp_trt.runtime.weights import map_sources
 
 def identifier_from_path(path: str) -> str:
     """A dotted module path as a Python identifier; `path_from_identifier` inverts it."""
-    assert "__" not in path, path
+    assert "__" not in path and "_." not in path, path
     return path.replace(".", "__")
 
 
@@ -75,6 +74,17 @@ class Program:
     def graph(self) -> fx.Graph:
         return self.module.graph
 
+    @property
+    def tables(
+        self,
+    ) -> tuple[tuple[TensorSpec, ...], tuple[StateSpec, ...], tuple[WeightSpec, ...], tuple[TensorSpec, ...]]:
+        """Inputs, states, weights and outputs."""
+        return self.inputs, self.states, self.weights, self.outputs
+
+    def placeholder_names(self) -> list[str]:
+        """The names that the graph's placeholders must have, in order."""
+        return [identifier_from_path(spec.name) for spec in (*self.inputs, *self.states, *self.weights)]
+
     def placeholders(self) -> dict[str, fx.Node]:
         """The placeholders of all inputs, states and weights by name."""
         by_identifier = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
@@ -83,7 +93,7 @@ class Program:
 
     def copy(self) -> Program:
         """An independent copy that shares no node with this program."""
-        return Program.from_graph(self.graph, self.inputs, self.states, self.weights, self.outputs)
+        return Program.from_graph(self.graph, *self.tables)
 
     def map_weight_sources(self, resolve: Callable[[str], WeightRecipe]) -> Program:
         """A copy whose weight recipes read what ``resolve`` makes of each source name."""
@@ -105,9 +115,9 @@ class Program:
         """The op nodes in order."""
         return (node for node in self.graph.nodes if node.op == "call_function")
 
-    def dim_names(self) -> dict[Any, str]:
+    def dim_names(self) -> dict[str, str]:
         """Symbolic sizes of the traced graph -> the dim names of the tables."""
-        names: dict[Any, str] = {}
+        names: dict[str, str] = {}
         placeholders = self.placeholders()
         for spec in (*self.inputs, *self.states):
             value = placeholders[spec.name].meta["val"]

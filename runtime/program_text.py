@@ -114,8 +114,7 @@ def _format_value(value: Any, dims: Mapping[str, str]) -> str:
     if any(v is None for v in values):
         return ""
     texts = [
-        f"{str(v.dtype).removeprefix('torch.')}[{', '.join(dims.get(str(d), str(d)) for d in v.shape)}]"
-        for v in values
+        f"{str(v.dtype).removeprefix('torch.')}[{', '.join(dims.get(str(d), str(d)) for d in v.shape)}]" for v in values
     ]
     return f"  # {', '.join(texts)}"
 

@@ -1,0 +1,46 @@
+"""Config in, program and ONNX out: the part of a build that needs neither weights nor TensorRT."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from qwen4exp_trt.builder.lower import lower_program
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.frontend.export import export_program
+from qwen4exp_trt.passes.base import PassManager, PassResult
+from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.verification import Verifier
+from qwen4exp_trt.runtime.program import Program
+
+Stage = Callable[[str], None]
+"""Called with the name of each stage as it begins."""
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """The program after all passes, its ONNX form, and what the passes did."""
+
+    program: Program
+    onnx_model: onnx.ModelProto
+    passes: list[PassResult]
+
+
+def compile_program(
+    config: ModelConfig,
+    precision: str,
+    block_size: int,
+    stage: Stage,
+    verifier: Verifier | None = None,
+    dump_dir: Path | None = None,
+) -> CompiledProgram:
+    """Trace, transform and lower. ``verifier`` executes the program before and after each pass."""
+    stage("export")
+    program = export_program(config, precision, block_size)
+    stage("passes")
+    program, results = PassManager(PIPELINE, verifier, dump_dir).run(program)
+    stage("lower")
+    return CompiledProgram(program, lower_program(program), results)

@@ -1,0 +1,158 @@
+"""Builds a TensorRT engine from a lowered model. With TensorRT for RTX no GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import onnx
+import torch
+
+from qwen4exp_trt.builder.layers import REPORT_START, layer_report
+from qwen4exp_trt.builder.profiles import Profile
+from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.plugins.tensorrt import register_creators
+
+Progress = Callable[[str, int, int], None]
+"""Called with a phase of the build, the steps of it that are done, and how many it has."""
+
+_MIN_ENGINE_BYTES = 4096
+"""An engine of one node is larger. A builder that ran out of memory may report success and return a stump."""
+
+
+@dataclass(frozen=True)
+class EngineBuild:
+    """A serialized engine and what `builder.layers` read about it."""
+
+    engine: bytes
+    layers: dict[str, Any]
+
+
+def build_engine(
+    trt: ModuleType,
+    model: onnx.ModelProto,
+    profiles: Mapping[str, Profile],
+    target: str = "sm121",
+    progress: Progress | None = None,
+) -> EngineBuild:
+    """Build ``model`` for the GPU architecture ``target`` with the given TensorRT module.
+
+    Raises BuildError with what TensorRT logged when the target is impossible or TensorRT refuses the model.
+    """
+    log = _logger_class(trt)()
+    register_creators(trt)
+    builder = trt.Builder(log)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    config = _builder_config(trt, builder, target)
+    _parse(trt, model, network, log)
+    _add_profiles(builder, config, profiles)
+    if progress is not None:
+        config.progress_monitor = _monitor_class(trt)(progress)
+    serialized = builder.build_serialized_network(network, config)
+    if serialized is None or serialized.nbytes < _MIN_ENGINE_BYTES:
+        size = "no engine" if serialized is None else f"an engine of {serialized.nbytes} bytes"
+        raise BuildError(f"TensorRT made {size} from {model.graph.name}: {log.problems()}")
+    report = {"tensorrt": f"{trt.__name__} {trt.__version__}", "target": target}
+    return EngineBuild(bytes(serialized), report | layer_report(log.messages, list(profiles)))
+
+
+def check_target(trt: ModuleType, target: str) -> None:
+    """BuildError naming the choices unless ``trt`` can build for the GPU architecture ``target``."""
+    if hasattr(trt, "ComputeCapability"):
+        _compute_capability(trt, target)
+    else:
+        _check_own_gpu(trt, target)
+
+
+def _builder_config(trt: ModuleType, builder: Any, target: str) -> Any:
+    config = builder.create_builder_config()
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if hasattr(trt, "ComputeCapability"):
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(_compute_capability(trt, target), 0)
+    else:
+        _check_own_gpu(trt, target)
+    return config
+
+
+def _compute_capability(trt: ModuleType, target: str) -> Any:
+    choices = {name.lower(): value for name, value in trt.ComputeCapability.__members__.items() if name[-1].isdigit()}
+    if target not in choices:
+        raise BuildError(
+            f"target {target!r} is not one that {trt.__name__} {trt.__version__} builds for; "
+            f"choose one of {', '.join(choices)}"
+        )
+    return choices[target]
+
+
+def _check_own_gpu(trt: ModuleType, target: str) -> None:
+    """A TensorRT that cannot be told a target builds for the GPU it runs on."""
+    if torch.cuda.is_available():
+        own = "sm{}{}".format(*torch.cuda.get_device_capability())
+        if own != target:
+            raise BuildError(f"{trt.__name__} builds for this machine's GPU, {own}, only; the target is {target!r}")
+
+
+def _parse(trt: ModuleType, model: onnx.ModelProto, network: Any, log: Any) -> None:
+    parser = trt.OnnxParser(network, log)
+    if not parser.parse(model.SerializeToString()):
+        errors = [parser.get_error(index) for index in range(parser.num_errors)]
+        described = [f"node {e.node_name()} ({e.node_operator()}): {e.desc()}" for e in errors]
+        raise BuildError(f"TensorRT cannot parse {model.graph.name}: {'; '.join(described)}; {log.problems()}")
+
+
+def _add_profiles(builder: Any, config: Any, profiles: Mapping[str, Profile]) -> None:
+    for shapes in profiles.values():
+        profile = builder.create_optimization_profile()
+        for name, shape_range in shapes.items():
+            profile.set_shape(name, *shape_range)
+        config.add_optimization_profile(profile)
+
+
+@cache
+def _logger_class(trt: ModuleType) -> type:
+    class Log(trt.ILogger):
+        """Keeps everything but the verbose messages, and of these the layer report. Prints nothing."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.messages: list[str] = []
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity != trt.ILogger.VERBOSE or message.startswith(REPORT_START):
+                self.messages.append(message)
+            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
+                self.errors.append(message)
+
+        def problems(self) -> str:
+            return "; ".join(dict.fromkeys(self.errors)) or "TensorRT logged no error"
+
+    return Log
+
+
+@cache
+def _monitor_class(trt: ModuleType) -> type:
+    class Monitor(trt.IProgressMonitor):
+        """Passes on the steps of every phase."""
+
+        def __init__(self, progress: Progress) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.progress, self.totals = progress, {}
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            self.totals[phase_name] = num_steps
+            self.progress(phase_name, 0, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            self.progress(phase_name, step + 1, self.totals[phase_name])
+            return True
+
+        def phase_finish(self, phase_name: str) -> None:
+            self.progress(phase_name, self.totals[phase_name], self.totals[phase_name])
+
+    return Monitor

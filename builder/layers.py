@@ -1,0 +1,80 @@
+"""Reads the layer report that TensorRT logs at the end of a build: the only layer information without a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+REPORT_START = "Layers:\n"
+"""How the log message with the report begins."""
+
+_IO_HEADER = "I/O Tensors:"
+_LAYER = re.compile(
+    r"Name: (?P<name>.*?), LayerType: (?P<type>\w+), Inputs: \[(?P<inputs>.*?)\], "
+    r"(?:Constants: \[.*?\], )?Outputs: \[(?P<outputs>.*?)\], (?P<rest>.*)"
+)
+_TENSOR = re.compile(r"\{ Name: (?P<name>.*?), (?:Location: \w+, )?Dimensions: \[(?P<dims>[-\d,]*)\].*?Datatype: (?P<dtype>\w+)")
+_IO_TENSOR = re.compile(r" Name: (?P<name>.*?), IOMode: (?P<mode>\w+), DataType: (?P<dtype>\w+), Dimensions: \[(?P<dims>[-\d,]*)\]")
+_PROFILE_MARK = re.compile(r" \[profile (\d+)\]")
+_FUSED_GROUP = re.compile(r"_(myl\d+)_\d+$")
+_MODULE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
+_PLUGIN = re.compile(r"PluginType: (\w+)")
+_TACTIC = re.compile(r"Tactic(?:Name|Value): ([^,]*)")
+_ACTIVATION_MEMORY = re.compile(r"Total Activation Memory: (\d+) bytes")
+
+
+def layer_report(log: Sequence[str], profile_names: Sequence[str]) -> dict[str, Any]:
+    """The content of ``layers.json`` from the messages of a build's log.
+
+    ``layers``: name, type, profile, inputs and outputs (name, dtype, dims with -1 for a dynamic one), tactic, plugin
+    and ``modules``, the module paths that the layer computes. ``io_tensors``: the engine's inputs and outputs.
+    ``activation_bytes``: by profile. ``unread``: lines of the report in a form that this reader does not know.
+    """
+    report = next((message for message in reversed(log) if message.startswith(REPORT_START)), REPORT_START)
+    layer_text, _, io_text = report.removeprefix(REPORT_START).partition(_IO_HEADER)
+    lines = [line for line in layer_text.splitlines() if line]
+    matches = [_LAYER.fullmatch(line) for line in lines]
+    read = [match for match in matches if match]
+    layers = [_layer(match) for match in read]
+    for layer, index in zip(layers, _profile_indices(read), strict=True):
+        layer["profile"] = profile_names[index]
+    memory = [int(size) for message in log for size in _ACTIVATION_MEMORY.findall(message)]
+    return {
+        "activation_bytes": dict(zip(profile_names, memory, strict=False)),
+        "io_tensors": [_tensor(match) | {"mode": match["mode"].lower()} for match in _IO_TENSOR.finditer(io_text)],
+        "layers": layers,
+        "unread": [line for line, match in zip(lines, matches, strict=True) if not match],
+    }
+
+
+def _layer(match: re.Match[str]) -> dict[str, Any]:
+    layer: dict[str, Any] = {
+        "name": _PROFILE_MARK.sub("", match["name"]),
+        "type": match["type"],
+        "inputs": [_tensor(tensor) for tensor in _TENSOR.finditer(match["inputs"])],
+        "outputs": [_tensor(tensor) for tensor in _TENSOR.finditer(match["outputs"])],
+        "modules": _MODULE.findall(match["rest"]),
+    }
+    for key, pattern in (("tactic", _TACTIC), ("plugin", _PLUGIN)):
+        found = pattern.search(match["rest"])
+        if found and found[1]:
+            layer[key] = found[1]
+    return layer
+
+
+def _tensor(match: re.Match[str]) -> dict[str, Any]:
+    dims = [int(dim) for dim in match["dims"].split(",") if dim]
+    return {"name": _PROFILE_MARK.sub("", match["name"]), "dtype": match["dtype"], "dims": dims}
+
+
+def _profile_indices(layers: Sequence[re.Match[str]]) -> list[int]:
+    """The profile of each layer. Names carry a mark in every profile but the first; in a group of fused layers only
+    those that touch the group's border do."""
+    fused = [_FUSED_GROUP.search(match["name"]) for match in layers]
+    groups = [group[1] if group else match[0] for group, match in zip(fused, layers, strict=True)]
+    profiles: dict[str, int] = defaultdict(int)
+    for group, match in zip(groups, layers, strict=True):
+        profiles[group] = max([profiles[group], *map(int, _PROFILE_MARK.findall(match[0]))])
+    return [profiles[group] for group in groups]

@@ -1,0 +1,164 @@
+"""Lowers a `Program` to ONNX: ATen ops by the table, ``q4e`` ops to plugin nodes, mutated states to aliased outputs.
+
+A state is a graph input. The node that updates it gets one more output, the state's next version, which TensorRT
+aliases to the input; whoever reads the state later reads that version. Weights are graph inputs too: a model holds
+shape constants only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import onnx
+import torch
+from torch import fx
+
+from qwen4exp_trt.builder.aten_ops import ATEN_TO_ONNX, Site
+from qwen4exp_trt.builder.onnx_graph import OnnxGraph, value_info
+from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.plugins.registry import spec_of
+from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec
+from qwen4exp_trt.runtime.program import Program, is_getitem, path_from_identifier
+from qwen4exp_trt.runtime.specs import Dim, StateSpec
+from qwen4exp_trt.runtime.weights import dtype_from_name
+
+
+def lower_program(program: Program) -> onnx.ModelProto:
+    """The ONNX model of a traced or transformed program (its nodes carry fake tensors).
+
+    Inputs and outputs are named as in the tables (an updated state `StateSpec.out_name`), nodes and values by their
+    module paths, dynamic dims as in the tables. Raises BuildError for an op outside the table, a state that no op
+    updates, and a state whose update is not its version's only reader.
+    """
+    return _ProgramLowering(program).lower()
+
+
+class _ProgramLowering:
+    def __init__(self, program: Program) -> None:
+        self.program, self.graph = program, OnnxGraph()
+        self.dim_names = program.dim_names()
+        self.value_names = _name_values(program)
+        placeholders = program.placeholders()
+        self.states = {placeholders[spec.name]: spec for spec in program.states}
+        self.writers = _writers_of_states(program, self.states)
+        self.readers: dict[str, list[str]] = defaultdict(list)
+        self.versions = {node: spec.name for node, spec in self.states.items()}
+
+    def lower(self) -> onnx.ModelProto:
+        for spec in (*self.program.inputs, *self.program.states, *(w.tensor for w in self.program.weights)):
+            self.graph.inputs.append(value_info(spec.name, dtype_from_name(spec.dtype), spec.shape))
+        for node in self.program.calls():
+            if not is_getitem(node):
+                self._lower_call(node)
+        for spec in self.program.outputs:
+            self.graph.outputs.append(value_info(spec.name, dtype_from_name(spec.dtype), spec.shape))
+        for spec in self.program.states:
+            self.graph.outputs.append(value_info(spec.out_name, dtype_from_name(spec.dtype), spec.shape))
+        self._check_single_readers()
+        return self.graph.to_model("decoder")
+
+    def _lower_call(self, node: fx.Node) -> None:
+        path = path_from_identifier(node.name)
+        spec = spec_of(node.target)
+        outputs = self._declare_values(node)
+        if spec is not None:
+            self._lower_plugin(node, path, spec, outputs)
+        elif node.target in ATEN_TO_ONNX:
+            site = Site(self.graph, node, path, outputs, lambda operand: self._read(operand, path))
+            ATEN_TO_ONNX[node.target](site, *node.args, **node.kwargs)
+        else:
+            raise BuildError(
+                f"{path}: the op {node.target} cannot be lowered to ONNX; rewrite it in a pass, or add it to the table "
+                f"in builder/aten_ops.py and to builder/interpret.py"
+            )
+
+    def _lower_plugin(self, node: fx.Node, path: str, spec: OpSpec, outputs: list[str]) -> None:
+        operands, attrs = spec.split_args(node.args)
+        inputs = [self._read(operand, path) for operand in operands.values()]
+        for arg in spec.states:
+            outputs.append(self._write(operands[arg.name], node))
+        attrs["plugin_version"] = str(spec.version)
+        self.graph.add_node(path, spec.onnx_op_type, inputs, outputs, domain=NAMESPACE, **attrs)
+
+    def _read(self, operand: fx.Node, path: str) -> str:
+        """The value that a node at ``path`` reads: of a state, its newest version."""
+        if operand not in self.states:
+            return self.value_names[operand][0]
+        version = self.versions[operand]
+        self.readers[version].append(path)
+        return version
+
+    def _write(self, state: fx.Node, writer: fx.Node) -> str:
+        """The name of the version of ``state`` that ``writer`` makes."""
+        spec, writers = self.states[state], self.writers[state]
+        number = writers.index(writer) + 1
+        self.versions[state] = spec.out_name if number == len(writers) else f"{spec.name}.v{number}"
+        return self.versions[state]
+
+    def _declare_values(self, node: fx.Node) -> list[str]:
+        """The names of the node's values, whose types are noted unless they are outputs, typed there, or sizes."""
+        names, values = self.value_names[node], node.meta["val"]
+        values = values if isinstance(values, (tuple, list)) else [values]
+        output_names = {spec.name for spec in self.program.outputs}
+        for name, value in zip(names, values, strict=True):
+            if isinstance(value, torch.Tensor) and name not in output_names:
+                self.graph.values.append(value_info(name, value.dtype, [self._dim(e) for e in value.shape]))
+        return list(names)
+
+    def _dim(self, extent: Any) -> Dim:
+        return extent if isinstance(extent, int) else self.dim_names.get(str(extent), str(extent))
+
+    def _check_single_readers(self) -> None:
+        """TensorRT runs an aliased update in place only when nobody else reads the version it replaces."""
+        for state, spec in self.states.items():
+            replaced = [spec.name] + [f"{spec.name}.v{n}" for n in range(1, len(self.writers[state]))]
+            for version in replaced:
+                if len(self.readers[version]) != 1:
+                    raise BuildError(
+                        f"state {spec.name}: its value {version} is read by {', '.join(self.readers[version])}; "
+                        f"the op that updates a state must be the only reader of the value it replaces, once; "
+                        f"let the others read the state after the update"
+                    )
+
+
+def _name_values(program: Program) -> dict[fx.Node, list[str]]:
+    """Every node's values: what the tables call it, else its path. The values of an op with several outputs are named
+    after the nodes that take them, which share the names."""
+    names = {node: [path_from_identifier(node.name)] for node in program.graph.nodes}
+    results = program.graph.output_node().args[0]
+    assert isinstance(results, (tuple, list)) and len(set(results)) == len(program.outputs)
+    for node, spec in zip(results, program.outputs, strict=True):
+        assert isinstance(node, fx.Node) and node.op == "call_function", f"output {spec.name} is computed by no op"
+        names[node] = [spec.name]
+    for node in program.calls():
+        if isinstance(node.meta["val"], (tuple, list)):
+            takers = {user.args[1]: user for user in reversed(node.users)}
+            path = path_from_identifier(node.name)
+            names[node] = [
+                names[takers[index]][0] if index in takers else f"{path}.{index}"
+                for index in range(len(node.meta["val"]))
+            ]
+            for user in node.users:
+                names[user] = [names[node][user.args[1]]]  # type: ignore[index]
+    return names
+
+
+def _writers_of_states(program: Program, states: dict[fx.Node, StateSpec]) -> dict[fx.Node, list[fx.Node]]:
+    """The nodes that update each state, in order; at least one."""
+    writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in program.calls():
+        spec = spec_of(node.target)
+        if spec is None:
+            continue
+        operands, _ = spec.split_args(node.args)
+        for arg in spec.states:
+            operand = operands[arg.name]
+            if operand not in states:
+                path = path_from_identifier(node.name)
+                raise BuildError(f"{path}: {spec.qualified_name} updates {arg.name} = {operand}, which is not a state")
+            writers[operand].append(node)
+    for node, spec in states.items():
+        if node not in writers:
+            raise BuildError(f"state {spec.name} is updated by no op; drop it from the program's states")
+    return writers

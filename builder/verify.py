@@ -1,0 +1,74 @@
+"""``--verify``: executes a build's programs on the CPU with the checkpoint's own weights."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import onnx
+import torch
+
+from qwen4exp_trt.builder.interpret import OnnxProgram
+from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.frontend.weights import ResolvedWeights, expected_weights
+from qwen4exp_trt.passes.verification import Verifier, batch_samples, initial_states, relative_error
+from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.weights import materialize, materialize_weight
+
+ONNX_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Relative RMS bounds. In BF16 an op that ONNX spells as several rounds in between, and later layers amplify that."""
+
+_COPIES = 3
+"""Float32 copies of the weights that live at once: before a pass, after it, and the one being made."""
+
+
+def check_memory(config: ModelConfig) -> None:
+    """`BuildError` when the float32 weights that verification holds do not fit in memory."""
+    needed = _COPIES * 4 * sum(math.prod(shape) for shape in expected_weights(config).values())
+    available = _available_memory()
+    if needed > available:
+        raise BuildError(
+            f"--verify needs about {needed / 2**30:.0f} GiB of memory for this model, "
+            f"{available / 2**30:.0f} GiB are available; build without it, or verify a smaller model"
+        )
+
+
+def _available_memory() -> int:
+    """Bytes that the kernel could hand out, by /proc/meminfo."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def make_verifier(config: ModelConfig, block_size: int, weights: ResolvedWeights, checkpoint: Checkpoint) -> Verifier:
+    """A verifier of programs whose recipes name canonical weights, on the checkpoint's values."""
+
+    def source(name: str) -> torch.Tensor:
+        return materialize(weights.recipes[name], checkpoint.tensor)
+
+    return Verifier(batch_samples(config.vocab_size, block_size, config.indexer_budget or 1), source)
+
+
+def verify_onnx(program: Program, model: onnx.ModelProto, verifier: Verifier, precision: str) -> float:
+    """Execute the ONNX and the program on the verifier's samples; the largest relative error of any output or state.
+
+    `BuildError` above `ONNX_TOLERANCE`; integers must be equal.
+    """
+    weights = {spec.name: materialize_weight(spec, verifier.source) for spec in program.weights}
+    interpreter, worst = OnnxProgram(model), 0.0
+    for sample in verifier.samples:
+        expected, got = initial_states(program, sample), initial_states(program, sample)
+        for inputs in sample.steps:
+            outputs = program.run(inputs, expected, weights)
+            results = interpreter.run({**inputs, **weights, **got})
+            got = {spec.name: results[spec.out_name] for spec in program.states}
+            for name, value in {**outputs, **expected}.items():
+                error = relative_error(value, results[name] if name in outputs else got[name])
+                if not error <= ONNX_TOLERANCE[precision]:
+                    raise BuildError(
+                        f"the ONNX gives another {name} than the program: relative error {error:.3g}, "
+                        f"tolerance {ONNX_TOLERANCE[precision]:g}"
+                    )
+                worst = max(worst, error)
+    return worst

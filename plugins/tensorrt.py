@@ -1,0 +1,233 @@
+"""The TensorRT side of every op: plugin and creator derived from its `OpSpec`.
+
+The TensorRT module (``tensorrt`` or ``tensorrt_rtx``) is a value: nothing here imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, TensorArg
+
+_NOT_ALIASED = -1
+_FIELD_TYPES = {"int": "INT32", "int[]": "INT32", "float": "FLOAT32", "str": "CHAR"}
+_TRT_DTYPES = {"float32": "FLOAT", "int32": "INT32", "int64": "INT64"}
+_ACTIVATION_DTYPES = ("BF16", "FLOAT")
+
+
+class DimExpression:
+    """A TensorRT dimension expression with Python's arithmetic, so that `plugins.dims` evaluates over it."""
+
+    def __init__(self, trt: ModuleType, builder: Any, expression: Any) -> None:
+        self.trt, self.builder, self.expression = trt, builder, expression
+
+    def _apply(self, operation: str, left: Any, right: Any) -> DimExpression:
+        operands = (dim_expression(self.trt, self.builder, value).expression for value in (left, right))
+        result = self.builder.operation(getattr(self.trt.DimensionOperation, operation), *operands)
+        return DimExpression(self.trt, self.builder, result)
+
+    def __add__(self, other: Any) -> DimExpression:
+        return self._apply("SUM", self, other)
+
+    def __radd__(self, other: Any) -> DimExpression:
+        return self._apply("SUM", other, self)
+
+    def __sub__(self, other: Any) -> DimExpression:
+        return self._apply("SUB", self, other)
+
+    def __rsub__(self, other: Any) -> DimExpression:
+        return self._apply("SUB", other, self)
+
+    def __mul__(self, other: Any) -> DimExpression:
+        return self._apply("PROD", self, other)
+
+    def __rmul__(self, other: Any) -> DimExpression:
+        return self._apply("PROD", other, self)
+
+    def __floordiv__(self, other: Any) -> DimExpression:
+        return self._apply("FLOOR_DIV", self, other)
+
+    def __rfloordiv__(self, other: Any) -> DimExpression:
+        return self._apply("FLOOR_DIV", other, self)
+
+
+def dim_expression(trt: ModuleType, builder: Any, value: Any) -> DimExpression:
+    """``value`` (an int, a TensorRT expression or one of ours) as one of ours."""
+    if isinstance(value, DimExpression):
+        return value
+    return DimExpression(trt, builder, builder.constant(value) if isinstance(value, int) else value)
+
+
+# --- attributes <-> plugin fields -----------------------------------------------------------------------------------
+
+
+def fields_from_attrs(trt: ModuleType, spec: OpSpec, attrs: Mapping[str, Any]) -> Any:
+    """The attributes as a PluginFieldCollection."""
+    return trt.PluginFieldCollection(
+        [
+            trt.PluginField(attr.name, _field_data(attr.type, attrs[attr.name]), _field_type(trt, attr.type))
+            for attr in spec.attrs
+        ]
+    )
+
+
+def attrs_from_fields(spec: OpSpec, fields: Iterable[Any]) -> dict[str, Any]:
+    """The attributes of a node or of a serialized plugin; one that is absent raises PluginError."""
+    data = {field.name: field.data for field in fields}
+    missing = [attr.name for attr in spec.attrs if attr.name not in data]
+    if missing:
+        raise PluginError(f"{spec.qualified_name}: the node lacks the attributes {', '.join(missing)}; build it again")
+    return {attr.name: _attr_value(attr.type, data[attr.name]) for attr in spec.attrs}
+
+
+def _field_type(trt: ModuleType, attr_type: str) -> Any:
+    return getattr(trt.PluginFieldType, _FIELD_TYPES[attr_type])
+
+
+def _field_data(attr_type: str, value: Any) -> np.ndarray:
+    if attr_type == "str":
+        return np.frombuffer(value.encode(), np.int8)
+    return np.atleast_1d(np.asarray(value, np.float32 if attr_type == "float" else np.int32))
+
+
+def _attr_value(attr_type: str, data: Any) -> Any:
+    if attr_type == "str":
+        return bytes(data).rstrip(b"\0").decode()  # a field that the parser made ends with NUL
+    if attr_type == "int[]":
+        return [int(value) for value in data]
+    return float(data[0]) if attr_type == "float" else int(data[0])
+
+
+# --- plugin and creator ---------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=None)
+def _plugin_class(trt: ModuleType) -> type:
+    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):
+        """One node: an op with its attributes. Outputs are the spec's, then one alias of each state."""
+
+        def __init__(self, spec: OpSpec, attrs: Mapping[str, Any]) -> None:
+            trt.IPluginV3.__init__(self)
+            trt.IPluginV3OneCore.__init__(self)
+            trt.IPluginV3OneBuildV2.__init__(self)
+            trt.IPluginV3OneRuntime.__init__(self)
+            self.spec, self.attrs = spec, attrs
+            self.plugin_name, self.plugin_version = spec.onnx_op_type, str(spec.version)
+            self.plugin_namespace, self.timing_cache_id = NAMESPACE, ""
+            self.num_outputs = len(spec.outputs) + len(spec.states)
+
+        def get_capability_interface(self, capability: Any) -> Any:
+            return self
+
+        def clone(self) -> Plugin:
+            return Plugin(self.spec, self.attrs)
+
+        def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
+            dtypes = dict(zip(_names(self.spec.inputs), input_types, strict=True))
+            activation = next((dtypes[a.name] for a in self.spec.inputs if a.dtype == "activation"), None)
+            return [_trt_dtype(trt, arg, activation) for arg in (*self.spec.outputs, *self.spec.states)]
+
+        def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
+            shapes = {
+                arg.name: [dim_expression(trt, builder, dim) for dim in dims]
+                for arg, dims in zip(self.spec.inputs, inputs, strict=True)
+            }
+            outputs = self.spec.output_shapes(self.spec.bind_dims(shapes, self.attrs))
+            outputs += [shapes[state.name] for state in self.spec.states]
+            return [
+                trt.DimsExprs([dim_expression(trt, builder, dim).expression for dim in dims]) for dims in outputs
+            ]
+
+        def get_aliased_input(self, output_index: int) -> int:
+            if output_index < len(self.spec.outputs):
+                return _NOT_ALIASED
+            state = self.spec.states[output_index - len(self.spec.outputs)]
+            return _names(self.spec.inputs).index(state.name)
+
+        def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
+            args = (*self.spec.inputs, *self.spec.outputs, *self.spec.states)
+            first = next((i for i, arg in enumerate(args) if arg.dtype == "activation"), pos)
+            desc = in_out[pos].desc
+            if desc.format != trt.TensorFormat.LINEAR:
+                return False
+            if args[pos].dtype == "activation" and pos == first:
+                return desc.type in [getattr(trt.DataType, name) for name in _ACTIVATION_DTYPES]
+            return desc.type == _trt_dtype(trt, args[pos], in_out[first].desc.type)
+
+        def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+            pass
+
+        def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+            pass
+
+        def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+            return 0
+
+        def get_valid_tactics(self) -> list[int]:
+            return []
+
+        def set_tactic(self, tactic: int) -> None:
+            pass
+
+        def get_fields_to_serialize(self) -> Any:
+            return fields_from_attrs(trt, self.spec, self.attrs)
+
+        def attach_to_context(self, context: Any) -> Plugin:
+            return self.clone()
+
+        def enqueue(self, *args: Any) -> None:
+            raise PluginError(f"{self.spec.qualified_name} has no CUDA kernel in this version; use the eager backend")
+
+    return Plugin
+
+
+def _names(args: Sequence[TensorArg]) -> list[str]:
+    return [arg.name for arg in args]
+
+
+def _trt_dtype(trt: ModuleType, arg: TensorArg, activation: Any) -> Any:
+    return activation if arg.dtype == "activation" else getattr(trt.DataType, _TRT_DTYPES[arg.dtype])
+
+
+@lru_cache(maxsize=None)
+def _creator_class(trt: ModuleType) -> type:
+    class Creator(trt.IPluginCreatorV3One):
+        """Makes the plugins of one op, for the ONNX parser and for engine deserialization."""
+
+        def __init__(self, spec: OpSpec) -> None:
+            trt.IPluginCreatorV3One.__init__(self)
+            self.spec = spec
+            self.name, self.plugin_version, self.plugin_namespace = spec.onnx_op_type, str(spec.version), NAMESPACE
+            self.field_names = trt.PluginFieldCollection(
+                [trt.PluginField(a.name, np.array([]), _field_type(trt, a.type)) for a in spec.attrs]
+            )
+
+        def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
+            return _plugin_class(trt)(self.spec, attrs_from_fields(self.spec, fields))
+
+    return Creator
+
+
+def make_creators(trt: ModuleType, specs: Iterable[OpSpec]) -> list[Any]:
+    """An IPluginCreatorV3One per spec, over the given TensorRT module."""
+    return [_creator_class(trt)(spec) for spec in specs]
+
+
+@lru_cache(maxsize=None)
+def register_creators(trt: ModuleType) -> tuple[Any, ...]:
+    """Register every op with TensorRT's plugin registry, once per module; returns the creators."""
+    creators = tuple(make_creators(trt, all_specs().values()))
+    for creator in creators:
+        if not trt.get_plugin_registry().register_creator(creator, NAMESPACE):
+            raise PluginError(
+                f"TensorRT refused the plugin {creator.name} version {creator.plugin_version} in namespace "
+                f"{NAMESPACE!r}: one of that name is registered already"
+            )
+    return creators

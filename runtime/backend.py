@@ -1,0 +1,77 @@
+"""What executes the program: the small interface of all backends, and the eager one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, CheckpointRef, Manifest
+from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec
+from qwen4exp_trt.runtime.weights import dtype_from_name, materialize_weight
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("eager",)
+
+
+class Backend(Protocol):
+    """Runs steps over states that it owns."""
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
+        ...
+
+
+class EagerBackend:
+    """The bundle's program itself, op by op in torch. Runs on the CPU in this version."""
+
+    def __init__(self, folder: Path, manifest: Manifest, checkpoint: Path | None, num_blocks: int) -> None:
+        self.program = load_program(folder / PROGRAM_DIR)
+        source = open_checkpoint(folder, manifest.checkpoint, checkpoint)
+        logger.info("loading %d weights from %s", len(self.program.weights), source.path)
+        self.weights = {spec.name: materialize_weight(spec, source.tensor) for spec in self.program.weights}
+        self.states = allocate_states(self.program.states, num_blocks, manifest.limits.num_slots)
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self.program.run(inputs, self.states, self.weights)["logits"].float()
+
+
+def make_backend(
+    name: str, device: str, folder: Path, manifest: Manifest, checkpoint: Path | None, num_blocks: int
+) -> Backend:
+    """The backend called ``name``; `BundleError` for one that this version lacks."""
+    if name not in BACKENDS:
+        raise BundleError(f"backend {name!r} cannot execute in this version; available: {', '.join(BACKENDS)}")
+    if torch.device(device).type != "cpu":
+        raise BundleError(f"device {device!r}: the ops have no kernels for it in this version; use device='cpu'")
+    return EagerBackend(folder, manifest, checkpoint, num_blocks)
+
+
+def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | None) -> Checkpoint:
+    """The checkpoint that the bundle was built from, at its recorded path or at ``override``; its files are checked."""
+    if ref is None:
+        raise BundleError(f"{folder}: built with --config-only, so it has no weights; build it from the checkpoint")
+    checkpoint = Checkpoint.open(override or ref.path)
+    checkpoint.verify_identity(ref.files)
+    return checkpoint
+
+
+def allocate_states(specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int) -> dict[str, Tensor]:
+    """Every state buffer by name, filled with its initial value."""
+    extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
+    return {
+        spec.name: torch.full(
+            [extents[dim] if isinstance(dim, str) else dim for dim in spec.shape],
+            spec.init,
+            dtype=dtype_from_name(spec.dtype),
+        )
+        for spec in specs
+    }

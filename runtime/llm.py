@@ -1,0 +1,185 @@
+"""`LLM`: the Python generation API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from qwen4exp_trt.errors import BundleError, RequestError
+from qwen4exp_trt.runtime.backend import make_backend
+from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
+from qwen4exp_trt.runtime.engine_core import EngineCore
+from qwen4exp_trt.runtime.manifest import GENERATION_CONFIG_FILE, Manifest
+from qwen4exp_trt.runtime.outputs import RequestOutput
+from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
+from qwen4exp_trt.runtime.stopping import FinishReason
+from qwen4exp_trt.runtime.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]
+"""Text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``."""
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What one step added to a streamed output; ``finish_reason`` is set with the last chunk."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+
+
+class LLM:
+    """Generates text from a bundle.
+
+    ``bundle``: a folder that ``qwen4exp-build`` made. ``backend``: ``eager`` runs the bundle's program in torch.
+    ``checkpoint``: where the checkpoint is now, if it moved since the build. ``num_blocks``: pages of the KV cache
+    (by default enough for a full batch of the longest sequences). Raises `BundleError` for a bundle that is damaged,
+    of another version or without weights, `CheckpointError` for a checkpoint that is not the one it was built from.
+    """
+
+    def __init__(
+        self,
+        bundle: str | Path,
+        backend: str = "eager",
+        device: str = "cpu",
+        checkpoint: str | Path | None = None,
+        num_blocks: int | None = None,
+    ) -> None:
+        folder = Path(bundle)
+        self.manifest = Manifest.load(folder)
+        self.manifest.check_files(folder)
+        limits = self.manifest.limits
+        blocks = limits.max_num_blocks if num_blocks is None else num_blocks
+        if blocks < 1:
+            raise BundleError(f"num_blocks is {blocks}; the KV cache needs at least one page")
+        self.tokenizer = Tokenizer.from_dir(folder)
+        self.default_sampling_params = read_default_sampling_params(folder)
+        self._chat_template = ChatTemplate.from_dir(folder)
+        moved_to = None if checkpoint is None else Path(checkpoint)
+        self.core = EngineCore(
+            make_backend(backend, device, folder, self.manifest, moved_to, blocks),
+            limits,
+            blocks,
+            self.manifest.vocab_size,
+            self.manifest.stop_token_ids,
+            self.tokenizer,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results are in the order of the prompts.
+
+        ``params``: one for all, one for each, or None for `default_sampling_params`. Raises `RequestError` before
+        anything runs if one of the requests cannot be served.
+        """
+        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        pairs = zip(prompt_list, self._params(params, len(prompt_list)), strict=True)
+        return self._run([self._make_sequence(prompt, one) for prompt, one in pairs])
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        **template_variables: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several (a list of such lists).
+
+        A message is ``{"role": ..., "content": ...}``; see `render_chat` for the template's variables.
+        """
+        conversations = messages if messages and isinstance(messages[0], list | tuple) else [messages]
+        sequences = []
+        for conversation, one in zip(conversations, self._params(params, len(conversations)), strict=True):
+            text = self.render_chat(conversation, tools, enable_thinking, **template_variables)
+            sequences.append(self._make_sequence({"prompt": text, "add_special_tokens": False}, one))
+        return self._run(sequences)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Complete one prompt piece by piece. Closing the iterator early drops the request."""
+        sequence = self._make_sequence(prompt, self._params(params, 1)[0])
+        return self._stream(sequence)
+
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """Float32 logits ``[T, vocab_size]`` of one sequence: row t predicts the token after ``token_ids[t]``."""
+        return self.core.score(token_ids)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        enable_thinking: bool | None = None,
+        **template_variables: Any,
+    ) -> str:
+        """The prompt text of a conversation by the checkpoint's chat template."""
+        if self._chat_template is None or self.tokenizer is None:
+            raise RequestError("this bundle has no chat template or no tokenizer; use generate with token ids")
+        return render_chat(self._chat_template, messages, tools, enable_thinking=enable_thinking, **template_variables)
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_sampling_params] * count
+        if len(params) != count:
+            raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one for each prompt")
+        return params
+
+    def _make_sequence(self, prompt: Prompt, params: SamplingParams) -> RequestSequence:
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        if "prompt_token_ids" in prompt:
+            return self.core.make_sequence(None, prompt["prompt_token_ids"], params)
+        text = prompt.get("prompt")
+        if not isinstance(text, str):
+            raise RequestError(f"prompt {prompt!r} is neither text nor a dict with 'prompt' or 'prompt_token_ids'")
+        if self.tokenizer is None:
+            raise RequestError("this bundle has no tokenizer; give the prompt as {'prompt_token_ids': [...]}")
+        token_ids = self.tokenizer.encode(text, add_special_tokens=prompt.get("add_special_tokens", True))
+        return self.core.make_sequence(text, token_ids, params)
+
+    def _run(self, sequences: Sequence[RequestSequence]) -> list[RequestOutput]:
+        try:
+            for sequence in sequences:
+                self.core.add(sequence)
+            while self.core.scheduler.has_unfinished:
+                self.core.step()
+        finally:
+            for sequence in sequences:
+                self.core.abort(sequence)
+        return [sequence.request_output() for sequence in sequences]
+
+    def _stream(self, sequence: RequestSequence) -> Iterator[StreamChunk]:
+        num_chars = num_tokens = 0
+        try:
+            self.core.add(sequence)
+            while sequence.finish_reason is None:
+                if sequence not in self.core.step():
+                    continue
+                output = sequence.request_output().outputs[0]
+                yield StreamChunk(output.text[num_chars:], output.token_ids[num_tokens:], output.finish_reason)
+                num_chars, num_tokens = len(output.text), len(output.token_ids)
+        finally:
+            self.core.abort(sequence)
+
+
+def read_default_sampling_params(folder: Path) -> SamplingParams:
+    """The sampling that the checkpoint's generation_config.json asks for, or `SamplingParams()` without one."""
+    path = folder / GENERATION_CONFIG_FILE
+    if not path.is_file():
+        return SamplingParams()
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        values = {name: config[name] for name in names if config.get(name) is not None}
+        is_greedy = not config.get("do_sample", False)
+    except (ValueError, AttributeError) as error:
+        raise BundleError(f"{path}: not a JSON object: {error}") from error
+    return SamplingParams(temperature=0.0) if is_greedy else SamplingParams(**values)

@@ -1,0 +1,126 @@
+"""``manifest.json``: what a bundle is, what it was made from and by what, and the files that it must hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qwen4exp_trt import __version__
+from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.runtime.limits import EngineLimits
+
+MANIFEST_FILE = "manifest.json"
+PROGRAM_DIR = "program"
+ENGINE_FILE = "decoder.engine"
+ONNX_FILE = "decoder.onnx"
+LAYERS_FILE = "layers.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG_FILE)
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CheckpointRef:
+    """The checkpoint folder whose tensors the weight recipes read, and the size of each of its files."""
+
+    path: str
+    files: dict[str, int]
+
+
+@dataclass(frozen=True)
+class FileRef:
+    """Size and content hash of a file of the bundle."""
+
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileRef:
+        with path.open("rb") as file:
+            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The contract between builder and runtime. States and weight recipes are in the program's tables."""
+
+    format_version: int = FORMAT_VERSION
+    package_version: str = __version__
+    config: dict[str, Any]
+    precision: str
+    target: str | None
+    """The GPU that the engine is for; None for a bundle without an engine."""
+    backend: str | None
+    """The TensorRT package that built the engine."""
+    limits: EngineLimits
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    checkpoint: CheckpointRef | None
+    """None for a bundle built from a config alone, which has no weights."""
+    plugins: dict[str, int]
+    """Version of every op that the program may call."""
+    profiles: dict[str, Any]
+    passes: list[dict[str, Any]]
+    tools: dict[str, str]
+    files: dict[str, FileRef]
+
+    def save(self, folder: Path) -> None:
+        text = json.dumps(asdict(self), indent=1) + "\n"
+        (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """Read the manifest of a bundle; `BundleError` when it is absent, damaged or of another version."""
+        if not folder.is_dir():
+            raise BundleError(f"{folder}: no such folder; give a bundle that qwen4exp-build made")
+        path = folder / MANIFEST_FILE
+        if not path.is_file():
+            raise BundleError(f"{folder}: not a bundle, it has no {MANIFEST_FILE}; make one with qwen4exp-build")
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            _check_versions(path, data)
+            return cls._from_json(data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BundleError(f"{path}: damaged ({error!r}); build the bundle again") from error
+
+    @classmethod
+    def _from_json(cls, data: Mapping[str, Any]) -> Manifest:
+        values = dict(data)
+        checkpoint = values.pop("checkpoint")
+        values["checkpoint"] = None if checkpoint is None else CheckpointRef(**checkpoint)
+        values["limits"] = EngineLimits(**values["limits"])
+        values["stop_token_ids"] = tuple(values["stop_token_ids"])
+        values["files"] = {name: FileRef(**ref) for name, ref in values["files"].items()}
+        return cls(**values)
+
+    def check_files(self, folder: Path) -> None:
+        """`BundleError` naming every file that is missing or not the one that was built."""
+        problems = []
+        for name, ref in self.files.items():
+            path = folder / name
+            if not path.is_file():
+                problems.append(f"{name} is missing")
+            elif path.stat().st_size != ref.size or FileRef.of(path) != ref:
+                problems.append(f"{name} was changed after the build")
+        if problems:
+            raise BundleError(f"{folder}: damaged bundle: {', '.join(problems)}; build it again")
+
+
+def _check_versions(path: Path, data: Mapping[str, Any]) -> None:
+    found = (data["format_version"], data["package_version"])
+    if found != (FORMAT_VERSION, __version__):
+        raise BundleError(
+            f"{path}: made by qwen4exp-trt {found[1]} (bundle format {found[0]}), this is {__version__} "
+            f"(format {FORMAT_VERSION}); build the bundle again"
+        )
+    versions = {name: spec.version for name, spec in all_specs().items()}
+    found = data["plugins"]
+    if found != versions:
+        differing = sorted(name for name in versions | found if versions.get(name) != found.get(name))
+        raise BundleError(f"{path}: its ops {', '.join(differing)} have other versions here; build the bundle again")

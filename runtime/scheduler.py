@@ -1,0 +1,84 @@
+"""Decides which sequences run how many tokens in the next step, and owns slots and pages."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from qwen4exp_trt.errors import RequestError
+from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.sequence import Memory, Sequence
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """A sequence and how many of its tokens the step runs."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """True when the step runs the sequence's last token, so that the next one can be sampled."""
+        return self.num_tokens == self.sequence.num_tokens_left
+
+
+class Scheduler:
+    """First come, first served, with chunked prefill beside decoding sequences in one step.
+
+    A sequence starts when a slot and the pages for its longest possible length are free, so that a running sequence
+    never lacks memory.
+    """
+
+    def __init__(self, limits: EngineLimits, num_blocks: int) -> None:
+        self.limits, self.num_blocks = limits, num_blocks
+        self._waiting: deque[tuple[Sequence, int]] = deque()
+        self._running: list[Sequence] = []
+        self._free_slots = list(reversed(range(limits.num_slots)))
+        self._free_blocks = list(reversed(range(num_blocks)))
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free_blocks)
+
+    def add(self, sequence: Sequence, max_len: int) -> None:
+        """Queue a sequence that will not exceed ``max_len`` tokens; `RequestError` if it could never start."""
+        num_blocks = -(-max_len // self.limits.block_size)
+        if num_blocks > self.num_blocks:
+            raise RequestError(
+                f"request {sequence.request_id} may take {max_len} tokens, {num_blocks} pages of the KV cache, but "
+                f"there are {self.num_blocks}; lower max_tokens or give the cache more pages"
+            )
+        self._waiting.append((sequence, num_blocks))
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """The sequences of the next step: those that decode first, then prompts, up to the step's token budget."""
+        self._admit()
+        budget, scheduled = self.limits.max_step_tokens, []
+        for sequence in sorted(self._running, key=lambda running: running.num_tokens_left > 1):
+            num_tokens = min(sequence.num_tokens_left, self.limits.prefill_chunk, budget)
+            if num_tokens > 0:
+                scheduled.append(ScheduledSequence(sequence, num_tokens))
+                budget -= num_tokens
+        return scheduled
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a sequence out, wherever it is, and free its memory."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        self._waiting = deque(entry for entry in self._waiting if entry[0] is not sequence)
+        memory, sequence.memory = sequence.memory, None
+        if memory is not None:
+            self._free_slots.append(memory.slot)
+            self._free_blocks.extend(reversed(memory.blocks))
+
+    def _admit(self) -> None:
+        while self._waiting and self._free_slots and self._waiting[0][1] <= len(self._free_blocks):
+            sequence, num_blocks = self._waiting.popleft()
+            blocks = [self._free_blocks.pop() for _ in range(num_blocks)]
+            sequence.memory = Memory(self._free_slots.pop(), blocks)
+            self._running.append(sequence)

@@ -1,0 +1,99 @@
+"""One generating sequence: its tokens, what of it is computed, and the memory it owns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+import torch
+
+from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_from_sampled
+from qwen4exp_trt.runtime.sampler import SampledToken, TokenHistory, generator_from_seed
+from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.stopping import FinishReason, StopChecker
+from qwen4exp_trt.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
+
+
+@dataclass
+class Memory:
+    """What a running sequence holds: a slot of the per-sequence states and pages of the paged caches."""
+
+    slot: int
+    blocks: list[int]
+
+
+class Sequence:
+    """A request while it is served.
+
+    ``num_computed`` counts the tokens whose states are in memory; the rest of ``token_ids`` is still to be run.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: SequenceOf[int],
+        params: SamplingParams,
+        stop_checker: StopChecker,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.request_id, self.prompt, self.params = request_id, prompt, params
+        self.prompt_token_ids = list(prompt_token_ids)
+        self.token_ids = list(prompt_token_ids)
+        self.num_computed = 0
+        self.memory: Memory | None = None
+        self.history = TokenHistory(prompt_token_ids)
+        self.generator: torch.Generator | None = generator_from_seed(params.seed)
+        self._stop_checker, self._tokenizer = stop_checker, tokenizer
+        self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens) if tokenizer else None
+        self._output = _Output()
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens to run before the next one can be sampled."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._output.finish_reason
+
+    def append(self, sampled: SampledToken) -> None:
+        """Take the next token."""
+        token_id = sampled.token_id
+        self.token_ids.append(token_id)
+        self.history.append(token_id)
+        new_text = self._detokenizer.feed(token_id) if self._detokenizer else ""
+        update = self._stop_checker.feed(token_id, new_text)
+        out = self._output
+        out.text += update.text
+        if update.finish_reason == "length" and self._detokenizer:
+            out.text += self._detokenizer.flush()
+        out.finish_reason, out.stop_reason = update.finish_reason, update.stop_reason
+        out.cumulative_logprob += sampled.logprob
+        entry = logprobs_from_sampled(sampled, self._tokenizer)
+        if entry is not None:
+            out.logprobs.append(entry)
+
+    def request_output(self) -> RequestOutput:
+        """The request's result so far."""
+        out = self._output
+        completion = CompletionOutput(
+            index=0,
+            text=out.text,
+            token_ids=self.token_ids[len(self.prompt_token_ids) :],
+            logprobs=list(out.logprobs) if self.params.logprobs is not None else None,
+            cumulative_logprob=out.cumulative_logprob,
+            finish_reason=out.finish_reason,
+            stop_reason=out.stop_reason,
+        )
+        finished = out.finish_reason is not None
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [completion], finished)
+
+
+@dataclass
+class _Output:
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
