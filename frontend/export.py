@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
@@ -51,18 +52,31 @@ def export_program(config: ModelConfig, dtype: str, block_size: int) -> Program:
     The weights' recipes name canonical tensors (`frontend.weights`); resolve them against a checkpoint with
     `Program.map_weight_sources`.
     """
-    inputs, states = input_specs(), state_specs(config, dtype, block_size)
+    states, literals = state_specs(config, dtype, block_size), model_literals(config)
+    outputs = (TensorSpec("logits", ("L", config.vocab_size), dtype),)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, _default_dtype(dtype_from_name(dtype)):
         model = TextModel(config, states)
-        samples = [_sample(spec) for spec in inputs]
-        state_samples = [_sample(spec) for spec in states]
+    with mode:
+        return trace_program(model, input_specs(), states, outputs, literals)
+
+
+def trace_program(
+    model: nn.Module,
+    inputs: tuple[TensorSpec, ...],
+    states: tuple[StateSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    literals: Mapping[str, Literal],
+) -> Program:
+    """Trace ``model(*inputs, states)``. Its parameters and buffers become weights that read tensors of their names.
+
+    ``literals`` are the buffers that no checkpoint holds.
+    """
     dims = {name: Dim(name, min=1) for name in _SAMPLE_EXTENTS}
-    dynamic_shapes = [_dynamic(spec, dims) for spec in inputs] + [[_dynamic(spec, dims) for spec in states]]
-    with mode, torch.no_grad():
-        exported = torch.export.export(
-            model, (*samples, state_samples), dynamic_shapes=tuple(dynamic_shapes), strict=False
-        )
-    return _program_from_export(config, dtype, exported, inputs, states)
+    samples = (*map(_sample, inputs), [_sample(spec) for spec in states])
+    dynamic = (*(_dynamic(spec, dims) for spec in inputs), [_dynamic(spec, dims) for spec in states])
+    with torch.no_grad():
+        exported = torch.export.export(model, samples, dynamic_shapes=dynamic, strict=False)
+    return _program_from_export(exported, inputs, states, outputs, literals)
 
 
 @contextmanager
@@ -86,37 +100,33 @@ def _dynamic(spec: TensorSpec | StateSpec, dims: Mapping[str, Dim]) -> dict[int,
 
 
 def _program_from_export(
-    config: ModelConfig,
-    dtype: str,
     exported: torch.export.ExportedProgram,
-    inputs: Sequence[TensorSpec],
-    states: Sequence[StateSpec],
+    inputs: tuple[TensorSpec, ...],
+    states: tuple[StateSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    literals: Mapping[str, Literal],
 ) -> Program:
     graph = exported.graph
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
         graph.erase_node(node)
-    user_names = [spec.name for spec in (*inputs, *states)]
-    literals = model_literals(config)
-    weights: dict[str, WeightSpec] = {}
+    user_names = iter([spec.name for spec in (*inputs, *states)])
+    weights: list[WeightSpec] = []
     paths: dict[fx.Node, str] = {}
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = graph.find_nodes(op="placeholder")
     for node, spec in zip(placeholders, exported.graph_signature.input_specs, strict=True):
         if spec.kind == InputKind.USER_INPUT:
-            name = user_names.pop(0)
+            paths[node] = next(user_names)
         else:
             assert spec.target is not None
-            name = spec.target
+            paths[node] = name = spec.target
             value = node.meta["val"]
             tensor = TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
-            weights[name] = WeightSpec(tensor, literals.get(name) or _source_recipe(name, tensor.dtype))
-        paths[node] = name
-    outputs = (TensorSpec("logits", ("L", config.vocab_size), dtype),)
-    names = _node_names(graph, paths)
-    return Program.from_graph(graph, tuple(inputs), tuple(states), tuple(weights.values()), outputs, names)
+            weights.append(WeightSpec(tensor, literals.get(name) or _source_recipe(tensor)))
+    return Program.from_graph(graph, inputs, states, tuple(weights), outputs, _node_names(graph, paths))
 
 
-def _source_recipe(name: str, dtype: str) -> WeightRecipe:
-    return transform("cast", Source(name), dtype=dtype)
+def _source_recipe(tensor: TensorSpec) -> WeightRecipe:
+    return transform("cast", Source(tensor.name), dtype=tensor.dtype)
 
 
 def model_literals(config: ModelConfig) -> dict[str, Literal]:
@@ -150,7 +160,8 @@ def _node_names(graph: fx.Graph, placeholders: Mapping[fx.Node, str]) -> dict[fx
     return names
 
 
-def _op_path(node: fx.Node) -> str:
+def _op_path(node: Any) -> str:
     modules = list(node.meta["nn_module_stack"].values())
+    assert isinstance(node.target, torch._ops.OpOverload), node.format_node()
     op_name = node.target._schema.name.split("::")[1]
     return ".".join(part for part in (modules[-1][0] if modules else "", op_name) if part)

@@ -87,12 +87,11 @@ class TextModel(nn.Module):
         )
         by_key = dict(zip(self.state_keys, states, strict=True))
         stack = torch.cat([embedding(input_ids, self.embed_tokens.weight)] * self.hc_count, -1)
-        pending: tuple[Tensor, Tensor] | None = None
-        for layer in self.layers:
-            if pending is not None:
-                stack = combine(stack, *pending)
-            stack, *pending = layer(stack, self.inv_freq, self.no_selection, batch, by_key)
+        first, *others = self.layers
+        stack, y, inject = first(stack, self.inv_freq, self.no_selection, batch, by_key)
+        for layer in others:
+            stack, y, inject = layer(combine(stack, y, inject), self.inv_freq, self.no_selection, batch, by_key)
         # Only the rows whose logits are asked for are combined and mixed.
-        stack, y, inject = (rows.index_select(0, logits_indices) for rows in (stack, *pending))
+        stack, y, inject = (rows.index_select(0, logits_indices) for rows in (stack, y, inject))
         _, mixed = self.hyper_connection_mixer(combine(stack, y, inject))
         return self.lm_head(mixed)

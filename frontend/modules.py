@@ -98,6 +98,27 @@ def combine(stack: Tensor, y: Tensor, inject: Tensor) -> Tensor:
     return stack + (inject.unsqueeze(2) * y.unsqueeze(1)).view(-1, stack.shape[1])
 
 
+class Experts(nn.Module):
+    """The routed experts' weights; gate rows come before up rows."""
+
+    def __init__(self, num_experts: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * inner, hidden), requires_grad=False)
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden, inner), requires_grad=False)
+
+
+class SharedExpert(nn.Module):
+    """The weights of the expert that every token uses."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = Weight(inner, hidden), Weight(inner, hidden)
+        self.down_proj = Weight(hidden, inner)
+
+    def gate_up(self) -> Tensor:
+        return torch.cat([self.gate_proj.weight, self.up_proj.weight])
+
+
 class SparseMoe(nn.Module):
     """Routed experts plus a gated shared expert."""
 
@@ -110,25 +131,18 @@ class SparseMoe(nn.Module):
         )
         self.top_k, self.norm_topk_prob = config.num_experts_per_tok, int(config.norm_topk_prob)
         self.gate = Weight(config.num_experts, hidden)
-        self.experts = nn.Module()
-        self.experts.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * inner, hidden), False)
-        self.experts.down_proj = nn.Parameter(torch.empty(config.num_experts, hidden, inner), False)
-        self.shared_expert = nn.Module()
-        self.shared_expert.gate_proj = Weight(shared, hidden)
-        self.shared_expert.up_proj = Weight(shared, hidden)
-        self.shared_expert.down_proj = Weight(hidden, shared)
+        self.experts = Experts(config.num_experts, hidden, inner)
+        self.shared_expert = SharedExpert(hidden, shared)
         self.shared_expert_gate = Weight(1, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        shared = self.shared_expert
-        shared_gate_up = torch.cat([shared.gate_proj.weight, shared.up_proj.weight])
         return Q4E.moe(
             x,
             self.gate.weight,
             self.experts.gate_up_proj,
             self.experts.down_proj,
-            shared_gate_up,
-            shared.down_proj.weight,
+            self.shared_expert.gate_up(),
+            self.shared_expert.down_proj.weight,
             self.shared_expert_gate.weight,
             self.top_k,
             self.norm_topk_prob,

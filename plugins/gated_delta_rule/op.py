@@ -61,9 +61,9 @@ def body(
     repeats = num_v_heads // num_k_heads
     q = l2_norm(q.unflatten(-1, (num_k_heads, key_dim))).repeat_interleave(repeats, 1) * key_dim**-0.5
     k = l2_norm(k.unflatten(-1, (num_k_heads, key_dim))).repeat_interleave(repeats, 1)
-    operands = (q, k, v.unflatten(-1, (num_v_heads, value_dim)), g, b.sigmoid())
+    q, k, v, g, beta = map(batch.pad, (q, k, v.unflatten(-1, (num_v_heads, value_dim)), g, b.sigmoid()))
     initial = batch.load_history(recurrent_state, slot_ids)
-    padded, final = recurrent_steps(*map(batch.pad, operands), initial, batch.query_lens)
+    padded, final = recurrent_steps(q, k, v, g, beta, initial, batch.query_lens)
     recurrent_state[slot_ids[: len(final)].long()] = final
     z = qkvz[:, conv_out.shape[1] :].float().unflatten(-1, (num_v_heads, value_dim))
     out = rms_norm(batch.unpad(padded), norm_weight, eps) * OUTPUT_GATES[output_gate](z)

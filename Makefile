@@ -1,0 +1,46 @@
+# make demo   build the bundled demo checkpoint's SM121 engine and generate text from it on the CPU
+# make test   lint, type check and the CPU test suite
+PYTHON ?= python3
+VENV ?= .venv
+# The newest torch that is tested. Its default Linux build brings CUDA; a CPU build of the same version does as well.
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# The suite runs two processes side by side; each keeps to one core.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+.PHONY: setup demo test test-all lint golden bench clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $(READY)
+
+demo: setup
+	$(BIN)/qwen4exp-build demo/checkpoint -o build/demo
+	$(BIN)/qwen4exp-generate build/demo "$(shell cat demo/prompt.txt)" --max-tokens 120 --temperature 0
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+test: lint
+	$(PYTEST) -m "not slow"
+
+test-all: lint
+	$(PYTEST)
+
+golden: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/passes/test_golden.py --update-golden
+
+bench: setup
+	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info src/*.egg-info
