@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -11,34 +10,54 @@ from pathlib import Path
 from qwen4exp_trt.builder.build import BuildReport, build_bundle
 from qwen4exp_trt.builder.options import DEFAULT_BLOCK_SIZE, DEFAULT_PREFILL_CHUNK, PRECISIONS, BuildOptions
 from qwen4exp_trt.builder.trt_module import MODULE_OF_BACKEND
-from qwen4exp_trt.errors import Q4eError
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE
+from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
+from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+
+PROG = "qwen4exp-build"
+
+_NAME_WIDTH = 20
 
 
 def parse_args(argv: Sequence[str] | None) -> BuildOptions:
-    parser = argparse.ArgumentParser(
-        prog="qwen4exp-build", description="Lower a qwen4_exp checkpoint to a bundle with a TensorRT engine."
-    )
-    parser.add_argument("checkpoint", type=Path, help="folder with config.json and *.safetensors")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write")
-    parser.add_argument("--target", default="sm121", help="GPU architecture of the engine (default: %(default)s, GB10)")
-    parser.add_argument(
+    parser = OneLineParser(prog=PROG, description="Lower a qwen4_exp checkpoint to a bundle with a TensorRT engine.")
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="folder with config.json and *.safetensors")
+    add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write; a bundle is replaced")
+    add("--target", default="sm121", metavar="SM", help="GPU architecture of the engine (default: %(default)s, GB10)")
+    add(
         "--precision",
         choices=PRECISIONS,
         default="bfloat16",
         help="of weights and activations; float32 has no engine, for verification (default: %(default)s)",
     )
-    parser.add_argument("--backend", choices=tuple(MODULE_OF_BACKEND), default="tensorrt-rtx")
-    parser.add_argument("--max-batch-size", type=int, default=8, help="sequences in one step (default: %(default)s)")
-    parser.add_argument("--max-seq-len", type=int, help="tokens of one sequence (default: the model's limit)")
-    parser.add_argument(
-        "--prefill-chunk", type=int, default=DEFAULT_PREFILL_CHUNK, help="new tokens in one step (default: %(default)s)"
+    add(
+        "--backend",
+        choices=tuple(MODULE_OF_BACKEND),
+        default="tensorrt-rtx",
+        help="which TensorRT builds the engine (default: %(default)s)",
     )
-    parser.add_argument(
-        "--block-size", type=int, default=DEFAULT_BLOCK_SIZE, help="tokens of a KV cache page (default: %(default)s)"
+    add("--max-batch-size", type=int, default=8, metavar="N", help="sequences in one step (default: %(default)s)")
+    add("--max-seq-len", type=int, metavar="N", help="tokens of one sequence (default: the model's limit)")
+    add(
+        "--prefill-chunk",
+        type=int,
+        default=DEFAULT_PREFILL_CHUNK,
+        metavar="N",
+        help="new tokens in one step (default: %(default)s, or --max-seq-len if that is less)",
     )
-    parser.add_argument("--verify", action="store_true", help="execute every pass and the ONNX on the CPU and compare")
-    parser.add_argument("--config-only", action="store_true", help="build the engine from config.json, without weights")
+    add(
+        "--block-size",
+        type=int,
+        default=DEFAULT_BLOCK_SIZE,
+        metavar="N",
+        help="tokens of a KV cache page (default: %(default)s)",
+    )
+    add("--verify", action="store_true", help="execute every pass and the ONNX on the CPU and compare (default: no)")
+    add(
+        "--config-only",
+        action="store_true",
+        help="build from a config.json (or the folder with it), without weights (default: no)",
+    )
     return BuildOptions(**vars(parser.parse_args(argv)))
 
 
@@ -46,64 +65,75 @@ class _Progress:
     """Prints each stage with the seconds that it took."""
 
     def __init__(self) -> None:
-        self.begin = self.last = time.monotonic()
-        self.stage: str | None = None
+        self.begin = self._last = time.monotonic()
+        self._is_open = False
 
     def __call__(self, stage: str) -> None:
         self.finish()
-        print(f"{stage} ...", end="", flush=True)
-        self.stage = stage
+        print(f"{stage:<{_NAME_WIDTH}}  ", end="", flush=True)
+        self._is_open = True
 
-    def finish(self) -> None:
+    def finish(self, is_ok: bool = True) -> None:
+        """End the line of the last stage."""
         now = time.monotonic()
-        if self.stage is not None:
-            print(f" {now - self.last:.1f} s", flush=True)
-        self.last, self.stage = now, None
+        if self._is_open:
+            print(f"{now - self._last:.1f} s" if is_ok else "failed", flush=True)
+        self._last, self._is_open = now, False
 
 
 def format_report(report: BuildReport, output: Path, seconds: float) -> str:
     """The table that ends a build."""
-    manifest, program = report.manifest, report.program
-    limits = manifest.limits
+    manifest, program, limits = report.manifest, report.program, report.manifest.limits
     per_seq = sum(spec.row_bytes * (limits.blocks_per_seq if spec.is_paged else 1) for spec in program.states)
     weights = sum(spec.tensor.num_bytes({}) for spec in program.weights)
+    rows = {
+        "bundle": str(output),
+        "engine": _describe_engine(manifest),
+        "precision": manifest.precision,
+        "weights": f"{weights / 2**20:,.1f} MiB in {len(program.weights)} tensors{_describe_source(report)}",
+        "states": f"{per_seq / 2**20:,.1f} MiB for a sequence of {limits.max_seq_len} tokens",
+        "step": f"at most {limits.max_batch_size} sequences, {limits.max_step_tokens} tokens",
+        "passes": ", ".join(f"{result['name']} {result['rewrites']}" for result in manifest.passes),
+    }
+    if report.onnx_errors:
+        passes = max(result["max_error"] for result in manifest.passes)
+        onnx = ", ".join(f"{error:.1e} ({precision})" for precision, error in report.onnx_errors.items())
+        rows["verified"] = f"relative error of the passes {passes:.1e}, of the ONNX {onnx}"
+    rows["time"] = f"{seconds:.1f} s"
+    return "\n".join(f"{name:<{_NAME_WIDTH}}  {value}" for name, value in rows.items())
+
+
+def _describe_engine(manifest: Manifest) -> str:
     engine = manifest.files.get(ENGINE_FILE)
-    rows = [
-        ("bundle", str(output)),
-        ("engine", f"{engine.size / 2**20:.2f} MiB, {manifest.target}, {manifest.backend}" if engine else "none"),
-        ("precision", manifest.precision),
-        ("weights", f"{len(program.weights)} tensors, {weights / 2**20:,.1f} MiB" + _set_aside(report.set_aside)),
-        ("states", f"{per_seq / 2**20:,.1f} MiB for a sequence of {limits.max_seq_len} tokens"),
-        (
-            "step",
-            f"{limits.max_batch_size} sequences, {limits.prefill_chunk} prefill tokens, pages of {limits.block_size}",
-        ),
-        ("passes", ", ".join(f"{result['name']} {result['rewrites']}" for result in manifest.passes)),
-        ("time", f"{seconds:.1f} s"),
-    ]
-    return "\n".join(f"{name:>10}  {value}" for name, value in rows)
+    if engine is None:
+        return "none, a float32 bundle is for the eager backend"
+    return f"{engine.size / 2**20:.2f} MiB for {manifest.target}, by {manifest.backend}"
 
 
-def _set_aside(counts: dict[str, int]) -> str:
-    parts = [f"{count} {kind}" for kind, count in counts.items() if count]
+def _describe_source(report: BuildReport) -> str:
+    if report.manifest.checkpoint is None:
+        return " (not read: --config-only)"
+    parts = [f"{count} {kind}" for kind, count in report.set_aside.items() if count]
     return f" (set aside: {', '.join(parts)})" if parts else ""
+
+
+def build(options: BuildOptions) -> None:
+    """Build the bundle, printing progress and the final table."""
+    progress = _Progress()
+    try:
+        report = build_bundle(options, progress)
+    except BaseException:
+        progress.finish(is_ok=False)
+        raise
+    progress.finish()
+    print()
+    print(format_report(report, options.output, time.monotonic() - progress.begin))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one line on stderr for a user's mistake."""
-    options, progress = parse_args(argv), _Progress()
-    try:
-        report = build_bundle(options, progress)
-    except Q4eError as error:
-        print(f"{' failed' if progress.stage else ''}\n" if progress.stage else "", end="", flush=True)
-        print(f"qwen4exp-build: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nqwen4exp-build: interrupted; no bundle was written", file=sys.stderr)
-        return 130
-    progress.finish()
-    print(format_report(report, options.output, time.monotonic() - progress.begin))
-    return 0
+    options = parse_args(argv)
+    return run_command(PROG, lambda: build(options))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class Site:
 
     def ints(self, part: str, values: Sequence[Any]) -> str:
         """A constant list of sizes or axes."""
-        return self.graph.add_constant(f"{self.path}.{part}", torch.tensor([self.int(v) for v in values]))
+        extents = torch.tensor([self.int(value) for value in values], dtype=torch.int64)
+        return self.graph.add_constant(f"{self.path}.{part}", extents)
 
     def int(self, value: Any) -> int:
         if isinstance(value, int):
@@ -109,7 +110,8 @@ def _index_select(site: Site, x: fx.Node, dim: int, index: fx.Node) -> None:
 
 
 def _select(site: Site, x: fx.Node, dim: int, index: int) -> None:
-    site.emit("Gather", x, site.graph.add_constant(f"{site.path}.index", torch.tensor(site.int(index))), axis=site.axis(dim))
+    constant = site.graph.add_constant(f"{site.path}.index", torch.tensor(site.int(index)))
+    site.emit("Gather", x, constant, axis=site.axis(dim))
 
 
 def _cat(site: Site, tensors: Sequence[fx.Node], dim: int = 0) -> None:

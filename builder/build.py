@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
 import onnx
 
-from qwen4exp_trt.builder.bundle import check_replaceable, hash_files, staged_folder
+from qwen4exp_trt.builder.bundle import check_output, hash_files, staged_folder
 from qwen4exp_trt.builder.compile import CompiledProgram, Stage, compile_program
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.builder.profiles import Profile, optimization_profiles
+from qwen4exp_trt.builder.text_files import TextFiles
 from qwen4exp_trt.builder.trt_module import load_trt
 from qwen4exp_trt.builder.verify import check_memory, make_verifier, verify_onnx
-from qwen4exp_trt.errors import CheckpointError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import ResolvedWeights, resolve_weights
+from qwen4exp_trt.passes.verification import Verifier
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.manifest import (
-    ENGINE_FILE,
-    GENERATION_CONFIG_FILE,
-    LAYERS_FILE,
-    ONNX_FILE,
-    PROGRAM_DIR,
-    TOKENIZER_FILES,
-    CheckpointRef,
-    Manifest,
-)
+from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE, PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import save_program
 
@@ -57,25 +48,25 @@ class BuildReport:
     program: Program
     set_aside: dict[str, int]
     """How many checkpoint tensors the text model does not use, by what they belong to."""
+    onnx_errors: dict[str, float]
+    """Largest relative error of the executed ONNX by precision; empty unless verified."""
 
 
 def build_bundle(options: BuildOptions, stage: Stage) -> BuildReport:
     """Build and write a bundle; ``stage`` is told each step. Nothing stays behind when a step fails."""
     options.check()
-    check_replaceable(options.output)
+    check_output(options.output)
     stage("config")
     config = options.read_config()
     limits = options.limits_for(config)
-    trt = None
-    if options.has_engine:
-        trt = load_trt(options.backend)
-        check_target(trt, options.target)
+    text_files = TextFiles.from_dir(options.text_folder, config)
+    trt = _load_trt(options)
     source = None
     if not options.config_only:
         stage("checkpoint")
         checkpoint = Checkpoint.open(options.checkpoint)
         source = _Source(checkpoint, resolve_weights(config, checkpoint))
-    compiled = _compile(options, config, source, stage)
+    compiled, onnx_errors = _compile(options, config, source, stage)
     program = compiled.program
     if source is not None:
         program = program.map_weight_sources(source.weights.recipes.__getitem__)
@@ -86,45 +77,55 @@ def build_bundle(options: BuildOptions, stage: Stage) -> BuildReport:
         engine = build_engine(trt, compiled.onnx_model, profiles, options.target)
     stage("write")
     with staged_folder(options.output) as folder:
-        _write_files(folder, options, program, compiled.onnx_model, engine)
-        manifest = _manifest(folder, options, config, limits, source, compiled, profiles, trt)
+        _write_files(folder, program, compiled.onnx_model, engine)
+        text_files.copy_to(folder)
+        manifest = _manifest(folder, options, config, limits, source, text_files, compiled, profiles, trt)
         manifest.save(folder)
     set_aside = {} if source is None else {kind: len(names) for kind, names in source.weights.set_aside.items()}
-    return BuildReport(manifest, program, set_aside)
+    return BuildReport(manifest, program, set_aside, onnx_errors)
 
 
-def _compile(options: BuildOptions, config: ModelConfig, source: _Source | None, stage: Stage) -> CompiledProgram:
+def _load_trt(options: BuildOptions) -> ModuleType | None:
+    """The TensorRT module that can build for the target; None for a bundle without an engine."""
+    if not options.has_engine:
+        return None
+    trt = load_trt(options.backend)
+    check_target(trt, options.target)
+    return trt
+
+
+def _compile(
+    options: BuildOptions, config: ModelConfig, source: _Source | None, stage: Stage
+) -> tuple[CompiledProgram, dict[str, float]]:
     """Compile; with ``--verify`` execute every pass in float32, and the ONNX in both precisions."""
     if not options.verify:
-        return compile_program(config, options.precision, options.block_size, stage)
+        return compile_program(config, options.precision, options.block_size, stage), {}
     assert source is not None
     check_memory(config)
     verifier = make_verifier(config, options.block_size, source.weights, source.checkpoint)
-    stage("verify in float32")
-    compiled = compile_program(config, "float32", options.block_size, lambda name: None, verifier)
-    verify_onnx(compiled.program, compiled.onnx_model, verifier, "float32")
-    if options.precision == "float32":
+    errors: dict[str, float] = {}
+
+    def compile_verified(precision: str, pass_verifier: Verifier | None) -> CompiledProgram:
+        compiled = compile_program(
+            config, precision, options.block_size, lambda name: stage(f"{name} ({precision})"), pass_verifier
+        )
+        stage(f"run onnx ({precision})")
+        errors[precision] = verify_onnx(compiled.program, compiled.onnx_model, verifier, precision)
         return compiled
-    verified_passes = compiled.passes
-    compiled = compile_program(config, options.precision, options.block_size, stage)
-    stage("verify onnx")
-    verify_onnx(compiled.program, compiled.onnx_model, verifier, options.precision)
-    return CompiledProgram(compiled.program, compiled.onnx_model, verified_passes)
+
+    verified = compile_verified("float32", verifier)
+    if options.precision == "float32":
+        return verified, errors
+    return replace(compile_verified(options.precision, None), passes=verified.passes), errors
 
 
-def _write_files(
-    folder: Path, options: BuildOptions, program: Program, model: onnx.ModelProto, engine: EngineBuild | None
-) -> None:
+def _write_files(folder: Path, program: Program, model: onnx.ModelProto, engine: EngineBuild | None) -> None:
     (folder / PROGRAM_DIR).mkdir()
     save_program(program, folder / PROGRAM_DIR)
     onnx.save(model, folder / ONNX_FILE)
     if engine is not None:
         (folder / ENGINE_FILE).write_bytes(engine.engine)
         (folder / LAYERS_FILE).write_text(json.dumps(engine.layers, indent=1) + "\n", encoding="utf-8")
-    source_folder = options.checkpoint if options.checkpoint.is_dir() else options.checkpoint.parent
-    for name in TOKENIZER_FILES:
-        if (source_folder / name).is_file():
-            shutil.copyfile(source_folder / name, folder / name)
 
 
 def _manifest(
@@ -133,6 +134,7 @@ def _manifest(
     config: ModelConfig,
     limits: EngineLimits,
     source: _Source | None,
+    text_files: TextFiles,
     compiled: CompiledProgram,
     profiles: dict[str, Profile],
     trt: ModuleType | None,
@@ -150,7 +152,7 @@ def _manifest(
         backend=options.backend if options.has_engine else None,
         limits=limits,
         vocab_size=config.vocab_size,
-        stop_token_ids=_stop_token_ids(folder, config),
+        stop_token_ids=text_files.stop_token_ids,
         checkpoint=checkpoint,
         plugins={name: spec.version for name, spec in all_specs().items()},
         profiles={name: {tensor: list(shapes) for tensor, shapes in p.items()} for name, p in profiles.items()},
@@ -158,23 +160,3 @@ def _manifest(
         tools=tools,
         files=hash_files(folder),
     )
-
-
-def _stop_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """All ids that end a text: those of the generation config, which chat models list there, and of the config."""
-    path = folder / GENERATION_CONFIG_FILE
-    found: object = None
-    if path.is_file():
-        try:
-            found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"{GENERATION_CONFIG_FILE} of the checkpoint is not a JSON object: {error}"
-            ) from error
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    bad = [token for token in ids if not isinstance(token, int) or not 0 <= token < config.vocab_size]
-    if bad:
-        raise CheckpointError(
-            f"eos_token_id {bad} in {GENERATION_CONFIG_FILE} of the checkpoint: ids are 0 to {config.vocab_size - 1}"
-        )
-    return tuple(dict.fromkeys((*ids, *config.eos_token_ids)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qwen4exp_trt.errors import BuildError
@@ -16,35 +16,56 @@ from qwen4exp_trt.runtime.manifest import MANIFEST_FILE, FileRef
 def staged_folder(output: Path) -> Iterator[Path]:
     """A new folder beside ``output`` that takes its name when the block ends, and is removed if the block fails.
 
-    An earlier bundle of that name is replaced at the end; any other file or folder there is refused at once.
+    An earlier bundle of that name is replaced at the end. Raises what `check_output` does, and `BuildError` for an
+    OSError inside the block, such as a full disk.
     """
-    check_replaceable(output)
+    check_output(output)
+    output = output.resolve()
     staging = output.with_name(f".{output.name}.partial")
-    if staging.exists():
-        shutil.rmtree(staging)
+    new_parents = [parent for parent in output.parents if not parent.exists()]
     try:
+        if staging.exists():  # of a build that was killed
+            shutil.rmtree(staging)
         staging.mkdir(parents=True)
-    except OSError as error:
-        raise BuildError(f"cannot create {staging}: {error.strerror}; choose another output folder") from error
-    try:
         yield staging
         _replace_folder(staging, output)
+    except OSError as error:
+        raise BuildError(f"cannot write the bundle {output}: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        for parent in new_parents:  # innermost first; one in use stays
+            with suppress(OSError):
+                parent.rmdir()
 
 
-def check_replaceable(output: Path) -> None:
-    """`BuildError` if ``output`` is something other than a bundle."""
-    is_other_folder = output.is_dir() and any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()
-    if is_other_folder or (output.exists() and not output.is_dir()):
-        raise BuildError(f"{output} exists and is not a bundle, so it is not overwritten; remove it or choose another")
+def check_output(output: Path) -> None:
+    """`BuildError` if ``output`` is something other than a bundle, or no folder can be made there."""
+    output = output.resolve()
+    try:
+        is_other_folder = output.is_dir() and any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()
+        if is_other_folder or (output.exists() and not output.is_dir()):
+            raise BuildError(
+                f"{output} exists and is not a bundle, so it is not overwritten; remove it or choose another folder"
+            )
+        parent = next(parent for parent in output.parents if parent.exists())
+    except OSError as error:
+        raise BuildError(f"cannot write to {output}: {error.strerror}; choose another folder") from error
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        found = "not writable" if parent.is_dir() else "not a folder"
+        raise BuildError(f"cannot create {output}: {parent} is {found}; choose another folder")
 
 
 def _replace_folder(staging: Path, output: Path) -> None:
     old = output.with_name(f".{output.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if output.exists():
         os.replace(output, old)
-    os.replace(staging, output)
+    try:
+        os.replace(staging, output)
+    except BaseException:
+        if old.exists():
+            os.replace(old, output)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -23,6 +23,10 @@ _MIN_ENGINE_BYTES = 4096
 """An engine of one node is larger. A builder that ran out of memory may report success and return a stump."""
 
 
+_MIN_SM = 80
+"""The first GPU architecture with BF16 arithmetic."""
+
+
 @dataclass(frozen=True)
 class EngineBuild:
     """A serialized engine and what `builder.layers` read about it."""
@@ -48,7 +52,7 @@ def build_engine(
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     config = _builder_config(trt, builder, target)
     _parse(trt, model, network, log)
-    _add_profiles(builder, config, profiles)
+    _add_profiles(builder, network, config, profiles, log)
     if progress is not None:
         config.progress_monitor = _monitor_class(trt)(progress)
     serialized = builder.build_serialized_network(network, config)
@@ -80,7 +84,8 @@ def _builder_config(trt: ModuleType, builder: Any, target: str) -> Any:
 
 
 def _compute_capability(trt: ModuleType, target: str) -> Any:
-    choices = {name.lower(): value for name, value in trt.ComputeCapability.__members__.items() if name[-1].isdigit()}
+    members = trt.ComputeCapability.__members__.items()
+    choices = {name.lower(): value for name, value in members if name[2:].isdigit() and int(name[2:]) >= _MIN_SM}
     if target not in choices:
         raise BuildError(
             f"target {target!r} is not one that {trt.__name__} {trt.__version__} builds for; "
@@ -101,16 +106,26 @@ def _parse(trt: ModuleType, model: onnx.ModelProto, network: Any, log: Any) -> N
     parser = trt.OnnxParser(network, log)
     if not parser.parse(model.SerializeToString()):
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
-        described = [f"node {e.node_name()} ({e.node_operator()}): {e.desc()}" for e in errors]
-        raise BuildError(f"TensorRT cannot parse {model.graph.name}: {'; '.join(described)}; {log.problems()}")
+        described = [f"node {e.node_name()} ({e.node_operator()}): {_one_line(e.desc())}" for e in errors]
+        raise BuildError(f"TensorRT cannot parse {model.graph.name}: {'; '.join(described)}")
 
 
-def _add_profiles(builder: Any, config: Any, profiles: Mapping[str, Profile]) -> None:
-    for shapes in profiles.values():
+def _add_profiles(builder: Any, network: Any, config: Any, profiles: Mapping[str, Profile], log: Any) -> None:
+    """TensorRT ignores a range for an input that it does not have, and a profile that it does not like."""
+    inputs = {network.get_input(index).name for index in range(network.num_inputs)}
+    for profile_name, shapes in profiles.items():
+        unknown = sorted(shapes.keys() - inputs)
+        if unknown:
+            raise BuildError(f"profile {profile_name} has shapes of {', '.join(unknown)}, which are no network inputs")
         profile = builder.create_optimization_profile()
         for name, shape_range in shapes.items():
             profile.set_shape(name, *shape_range)
-        config.add_optimization_profile(profile)
+        if config.add_optimization_profile(profile) < 0:
+            raise BuildError(f"TensorRT refuses the profile {profile_name}: {log.problems()}; shapes: {shapes}")
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
 
 
 @cache
@@ -130,7 +145,7 @@ def _logger_class(trt: ModuleType) -> type:
                 self.errors.append(message)
 
         def problems(self) -> str:
-            return "; ".join(dict.fromkeys(self.errors)) or "TensorRT logged no error"
+            return "; ".join(dict.fromkeys(map(_one_line, self.errors))) or "TensorRT logged no error"
 
     return Log
 

@@ -65,7 +65,8 @@ def _attr_value(value: Any) -> Any:
 
 
 def _gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
-    picked = x.index_select(axis, indices.reshape(-1))
+    from_front = torch.where(indices < 0, indices + x.shape[axis], indices)
+    picked = x.index_select(axis, from_front.reshape(-1))
     return picked.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
 
 

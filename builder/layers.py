@@ -11,12 +11,14 @@ REPORT_START = "Layers:\n"
 """How the log message with the report begins."""
 
 _IO_HEADER = "I/O Tensors:"
+_TENSORS = r"\[(?:,? \{[^{}]*\})*\]"
 _LAYER = re.compile(
-    r"Name: (?P<name>.*?), LayerType: (?P<type>\w+), Inputs: \[(?P<inputs>.*?)\], "
-    r"(?:Constants: \[.*?\], )?Outputs: \[(?P<outputs>.*?)\], (?P<rest>.*)"
+    rf"Name: (?P<name>.*?), LayerType: (?P<type>\w+), Inputs: (?P<inputs>{_TENSORS}), "
+    rf"(?:Constants: {_TENSORS}, )?Outputs: (?P<outputs>{_TENSORS}), (?P<rest>.*)"
 )
-_TENSOR = re.compile(r"\{ Name: (?P<name>.*?), (?:Location: \w+, )?Dimensions: \[(?P<dims>[-\d,]*)\].*?Datatype: (?P<dtype>\w+)")
-_IO_TENSOR = re.compile(r" Name: (?P<name>.*?), IOMode: (?P<mode>\w+), DataType: (?P<dtype>\w+), Dimensions: \[(?P<dims>[-\d,]*)\]")
+_DIMS = r"Dimensions: \[(?P<dims>[-\d,]*)\]"
+_TENSOR = re.compile(rf"\{{ Name: (?P<name>.*?), (?:Location: \w+, )?{_DIMS}.*?Datatype: (?P<dtype>\w+)")
+_IO_TENSOR = re.compile(rf" Name: (?P<name>.*?), IOMode: (?P<mode>\w+), DataType: (?P<dtype>\w+), {_DIMS}")
 _PROFILE_MARK = re.compile(r" \[profile (\d+)\]")
 _FUSED_GROUP = re.compile(r"_(myl\d+)_\d+$")
 _MODULE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")

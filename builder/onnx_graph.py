@@ -25,7 +25,7 @@ ONNX_DTYPES = {
     torch.int64: TensorProto.INT64,
     torch.bool: TensorProto.BOOL,
 }
-TORCH_DTYPES = {onnx_dtype: dtype for dtype, onnx_dtype in ONNX_DTYPES.items()}
+TORCH_DTYPES: dict[int, torch.dtype] = {onnx_dtype: dtype for dtype, onnx_dtype in ONNX_DTYPES.items()}
 
 
 def tensor_from_proto(proto: TensorProto) -> Tensor:

@@ -36,8 +36,13 @@ class BuildOptions:
         """A float32 bundle serves verification by the eager backend only."""
         return self.precision != "float32"
 
+    @property
+    def text_folder(self) -> Path | None:
+        """Where tokenizer files may be: the checkpoint, unless that is a config.json alone."""
+        return None if self.config_only and self.checkpoint.is_file() else self.checkpoint
+
     def read_config(self) -> ModelConfig:
-        if self.config_only and self.checkpoint.is_file():
+        if self.text_folder is None:
             return ModelConfig.from_file(self.checkpoint)
         return ModelConfig.from_dir(self.checkpoint)
 

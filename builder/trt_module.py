@@ -23,7 +23,8 @@ _RTX_LIBRARIES = ("tensorrt_rtx", "tensorrt_onnxparser_rtx")
 def load_trt(backend: str) -> ModuleType:
     """The module of ``backend`` (``tensorrt-rtx`` or ``tensorrt``).
 
-    Raises BuildError when the backend is unknown or its package is not installed.
+    Raises BuildError when the backend is unknown, its package is not installed, or TensorRT for RTX was imported by
+    somebody else, who cannot know what `_preload_rtx_libraries` does.
     """
     if backend not in MODULE_OF_BACKEND:
         raise BuildError(f"unknown backend {backend!r}; choose one of {', '.join(MODULE_OF_BACKEND)}")
@@ -33,7 +34,9 @@ def load_trt(backend: str) -> ModuleType:
             f"backend {backend} needs the Python module {name}, which is not installed; "
             f"run: pip install 'qwen4exp-trt[{backend}]'"
         )
-    if backend == "tensorrt-rtx" and name not in sys.modules:
+    if backend == "tensorrt-rtx":
+        if name in sys.modules:
+            raise BuildError(f"{name} was imported before {__name__}.load_trt, too early; import it through load_trt")
         _preload_rtx_libraries()
     return importlib.import_module(name)
 

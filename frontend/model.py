@@ -82,9 +82,7 @@ class TextModel(nn.Module):
         logits_indices: Tensor,
         states: Sequence[Tensor],
     ) -> Tensor:
-        batch = Batch(
-            input_ids, positions, query_start_loc, seq_lens, slot_ids, block_table, num_seqs, logits_indices
-        )
+        batch = Batch(input_ids, positions, query_start_loc, seq_lens, slot_ids, block_table, num_seqs, logits_indices)
         by_key = dict(zip(self.state_keys, states, strict=True))
         stack = torch.cat([embedding(input_ids, self.embed_tokens.weight)] * self.hc_count, -1)
         first, *others = self.layers

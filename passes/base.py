@@ -58,16 +58,14 @@ class PassResult:
 class PassManager:
     """Runs passes in order and checks each: facts before and after, legality, honest counts, idempotence, numerics."""
 
-    def __init__(
-        self, passes: Sequence[Pass], verifier: Verifier | None = None, dump_dir: Path | None = None
-    ) -> None:
+    def __init__(self, passes: Sequence[Pass], verifier: Verifier | None = None, dump_dir: Path | None = None) -> None:
         """With a ``verifier`` the program is executed before and after each pass; ``dump_dir`` gets its text."""
         self.passes, self.verifier, self.dump_dir = tuple(passes), verifier, dump_dir
 
     def run(self, program: Program) -> tuple[Program, list[PassResult]]:
         """A transformed copy of ``program`` and what each pass did."""
-        program, results = program.copy(), []
         check_legality(program, "the program before any pass")
+        program, results = program.copy(), []
         self._dump(0, "input", program)
         for index, graph_pass in enumerate(self.passes, 1):
             results.append(self._run_one(graph_pass, program))

@@ -8,6 +8,8 @@ Norm gains become ``1 + weight`` in float32, and the projections that other pass
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from qwen4exp_trt.passes.base import graph_pass
@@ -21,9 +23,9 @@ def fold_weights(program: Program) -> int:
     folds = 0
     while foldable := list(find_foldable(program)):
         placeholders = program.placeholders()
-        recipes = {placeholders[spec.name]: spec.recipe for spec in program.weights}
+        recipes: dict[fx.Node, Any] = {placeholders[spec.name]: spec.recipe for spec in program.weights}
         for node in foldable:
-            args = fx.map_arg(node.args, recipes.__getitem__)
+            args: Any = fx.map_arg(node.args, recipes.__getitem__)
             _replace(program, node, WEIGHT_TRANSFORMS[node.target](*args))
         folds += len(foldable)
     return folds

@@ -10,6 +10,7 @@ adds to the stack before its layer's norm) stays as it is: that op needs the com
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch import fx
 
@@ -36,7 +37,7 @@ def fuse_hc_combine(program: Program) -> int:
     return rewrites
 
 
-def _fuse(graph: fx.Graph, match: Combine, norm: fx.Node) -> None:
+def _fuse(graph: fx.Graph, match: Combine, norm: Any) -> None:
     combined, gain, _, eps = norm.args
     name = sibling_name(norm, "hc_norm", "hc_combine_norm")
     operands = (match.stack, match.y, match.inject, gain, eps)

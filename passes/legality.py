@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -17,7 +18,7 @@ def check_legality(program: Program, where: str) -> None:
     try:
         program.graph.lint()
     except RuntimeError as error:
-        raise PassError(f"{where} is not a graph: {error}") from error
+        raise PassError(f"{where} is not legal: {str(error).splitlines()[0]}") from error
     violation = next(_violations(program), None)
     if violation is not None:
         raise PassError(f"{where} is not legal: {violation}")
@@ -59,6 +60,6 @@ def _state_violations(program: Program) -> Iterator[str]:
                 yield f"{node.name} mutates {operand.name}, which is not a state"
 
 
-def _mutated_operands(node: fx.Node) -> list[fx.Node]:
+def _mutated_operands(node: Any) -> list[fx.Node]:
     spec = spec_of(node.target)
     return [] if spec is None else [v for v, arg in zip(node.args, spec.inputs, strict=False) if arg.mutated]

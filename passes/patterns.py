@@ -78,7 +78,7 @@ def match_combine(node: Any) -> Combine | None:
     return Combine(node.args[0], y.args[0], inject.args[0])
 
 
-def match_pending_combine(norm: fx.Node) -> Combine | None:
+def match_pending_combine(norm: Any) -> Combine | None:
     """The combine whose first reader is ``norm``, so that it can wait until the norm runs."""
     combined, _, hc_count, _ = norm.args
     match = match_combine(combined) if min(combined.users) is norm else None
@@ -97,7 +97,7 @@ def match_scaled_linear(node: Any) -> ScaledLinear | None:
     return None if linear is None else ScaledLinear(*linear, node.args[1])
 
 
-def match_linear_concat(concat: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+def match_linear_concat(concat: Any) -> tuple[fx.Node, list[fx.Node]] | None:
     """``x`` and the weights of ``concat = cat([linear(x, w0), linear(x, w1), ...], -1)``.
 
     None when another op reads one of the products: it would be computed twice, from two copies of its weight.
@@ -124,8 +124,9 @@ def find_hc_projections(program: Program) -> list[HcProjections]:
 def _find_injects(program: Program) -> Iterator[tuple[fx.Node, ScaledLinear]]:
     """Each ``sigmoid(linear / HC) * 2`` with HC rows, and its linear."""
     for node in program.graph.find_nodes(op="call_function", target=ATEN.mul.Tensor):
-        if node.args[1] == 2 and call_of(node.args[0], ATEN.sigmoid.default):
-            match = match_scaled_linear(node.args[0].args[0])
+        gate: Any = node.args[0]
+        if node.args[1] == 2 and call_of(gate, ATEN.sigmoid.default):
+            match = match_scaled_linear(gate.args[0])
             if match is not None and match.weight.meta["val"].shape[0] == match.divisor:
                 yield node, match
 
@@ -172,7 +173,7 @@ def sibling_name(node: fx.Node, old: str, new: str) -> str:
 
 
 def insert_call(graph: fx.Graph, before: fx.Node, name: str, target: Any, args: Sequence[Any]) -> fx.Node:
-    """A new call before ``before``, its result's shape and dtype inferred from its operands. A taken name is numbered."""
+    """A new call before ``before``, with the shape and dtype that its operands give; a taken ``name`` is numbered."""
     with graph.inserting_before(before):
         node = graph.create_node("call_function", target, tuple(args), name=name)
     values = fx.map_arg(tuple(args), lambda arg: arg.meta["val"])

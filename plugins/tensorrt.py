@@ -5,8 +5,9 @@ The TensorRT module (``tensorrt`` or ``tensorrt_rtx``) is a value: nothing here 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,9 @@ class DimExpression:
 
     def __init__(self, trt: ModuleType, builder: Any, expression: Any) -> None:
         self.trt, self.builder, self.expression = trt, builder, expression
+
+    def __repr__(self) -> str:
+        return str(self.expression.get_constant_value()) if self.expression.is_constant() else "?"
 
     def _apply(self, operation: str, left: Any, right: Any) -> DimExpression:
         operands = (dim_expression(self.trt, self.builder, value).expression for value in (left, right))
@@ -68,14 +72,14 @@ def dim_expression(trt: ModuleType, builder: Any, value: Any) -> DimExpression:
 # --- attributes <-> plugin fields -----------------------------------------------------------------------------------
 
 
-def fields_from_attrs(trt: ModuleType, spec: OpSpec, attrs: Mapping[str, Any]) -> Any:
-    """The attributes as a PluginFieldCollection."""
-    return trt.PluginFieldCollection(
-        [
-            trt.PluginField(attr.name, _field_data(attr.type, attrs[attr.name]), _field_type(trt, attr.type))
-            for attr in spec.attrs
-        ]
-    )
+class AttrFields:
+    """The attributes of a plugin as a PluginFieldCollection, and the memory that its fields point to."""
+
+    def __init__(self, trt: ModuleType, spec: OpSpec, attrs: Mapping[str, Any]) -> None:
+        self.arrays = {attr.name: _field_data(attr.type, attrs[attr.name]) for attr in spec.attrs}
+        self.collection = trt.PluginFieldCollection(
+            [trt.PluginField(a.name, self.arrays[a.name], _field_type(trt, a.type)) for a in spec.attrs]
+        )
 
 
 def attrs_from_fields(spec: OpSpec, fields: Iterable[Any]) -> dict[str, Any]:
@@ -108,82 +112,94 @@ def _attr_value(attr_type: str, data: Any) -> Any:
 # --- plugin and creator ---------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=None)
-def _plugin_class(trt: ModuleType) -> type:
-    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):
-        """One node: an op with its attributes. Outputs are the spec's, then one alias of each state."""
+class _OpPlugin:
+    """One node: an op with its attributes. Outputs are the spec's, then one alias of each state.
 
+    Everything of a plugin but its TensorRT base classes, which `_plugin_class` adds.
+    """
+
+    trt: ModuleType
+    spec: OpSpec
+    attrs: Mapping[str, Any]
+    fields: AttrFields
+
+    def get_capability_interface(self, capability: Any) -> Any:
+        return self
+
+    def clone(self) -> Any:
+        return _plugin_class(self.trt)(self.spec, self.attrs)
+
+    def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
+        dtypes = dict(zip(_names(self.spec.inputs), input_types, strict=True))
+        activation = next((dtypes[a.name] for a in self.spec.inputs if a.dtype == "activation"), None)
+        return [_trt_dtype(self.trt, arg, activation) for arg in (*self.spec.outputs, *self.spec.states)]
+
+    def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
+        def wrap(dim: Any) -> DimExpression:
+            return dim_expression(self.trt, builder, dim)
+
+        operands = zip(self.spec.inputs, inputs, strict=True)
+        shapes = {arg.name: [wrap(dim) for dim in dims] for arg, dims in operands}
+        outputs = self.spec.output_shapes(self.spec.bind_dims(shapes, self.attrs))
+        outputs += [shapes[state.name] for state in self.spec.states]
+        return [self.trt.DimsExprs([wrap(dim).expression for dim in dims]) for dims in outputs]
+
+    def get_aliased_input(self, output_index: int) -> int:
+        if output_index < len(self.spec.outputs):
+            return _NOT_ALIASED
+        state = self.spec.states[output_index - len(self.spec.outputs)]
+        return _names(self.spec.inputs).index(state.name)
+
+    def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
+        args = (*self.spec.inputs, *self.spec.outputs, *self.spec.states)
+        first = next((i for i, arg in enumerate(args) if arg.dtype == "activation"), pos)
+        desc = in_out[pos].desc
+        if desc.format != self.trt.TensorFormat.LINEAR:
+            return False
+        if args[pos].dtype == "activation" and pos == first:
+            return desc.type in [getattr(self.trt.DataType, name) for name in _ACTIVATION_DTYPES]
+        return desc.type == _trt_dtype(self.trt, args[pos], in_out[first].desc.type)
+
+    def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        pass
+
+    def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        pass
+
+    def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
+        return 0
+
+    def get_valid_tactics(self) -> list[int]:
+        return []
+
+    def set_tactic(self, tactic: int) -> None:
+        pass
+
+    def get_fields_to_serialize(self) -> Any:
+        return self.fields.collection
+
+    def attach_to_context(self, context: Any) -> Any:
+        return self.clone()
+
+    def enqueue(self, *args: Any) -> None:
+        raise PluginError(f"{self.spec.qualified_name} has no CUDA kernel in this version; use the eager backend")
+
+
+@cache
+def _plugin_class(trt: ModuleType) -> type:
+    bases = (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime)
+
+    class Plugin(_OpPlugin, *bases):
         def __init__(self, spec: OpSpec, attrs: Mapping[str, Any]) -> None:
-            trt.IPluginV3.__init__(self)
-            trt.IPluginV3OneCore.__init__(self)
-            trt.IPluginV3OneBuildV2.__init__(self)
-            trt.IPluginV3OneRuntime.__init__(self)
-            self.spec, self.attrs = spec, attrs
+            for base in bases:
+                base.__init__(self)
+            self.trt, self.spec, self.attrs, self.fields = trt, spec, attrs, AttrFields(trt, spec, attrs)
             self.plugin_name, self.plugin_version = spec.onnx_op_type, str(spec.version)
             self.plugin_namespace, self.timing_cache_id = NAMESPACE, ""
             self.num_outputs = len(spec.outputs) + len(spec.states)
-
-        def get_capability_interface(self, capability: Any) -> Any:
-            return self
-
-        def clone(self) -> Plugin:
-            return Plugin(self.spec, self.attrs)
-
-        def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-            dtypes = dict(zip(_names(self.spec.inputs), input_types, strict=True))
-            activation = next((dtypes[a.name] for a in self.spec.inputs if a.dtype == "activation"), None)
-            return [_trt_dtype(trt, arg, activation) for arg in (*self.spec.outputs, *self.spec.states)]
-
-        def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
-            shapes = {
-                arg.name: [dim_expression(trt, builder, dim) for dim in dims]
-                for arg, dims in zip(self.spec.inputs, inputs, strict=True)
-            }
-            outputs = self.spec.output_shapes(self.spec.bind_dims(shapes, self.attrs))
-            outputs += [shapes[state.name] for state in self.spec.states]
-            return [
-                trt.DimsExprs([dim_expression(trt, builder, dim).expression for dim in dims]) for dims in outputs
-            ]
-
-        def get_aliased_input(self, output_index: int) -> int:
-            if output_index < len(self.spec.outputs):
-                return _NOT_ALIASED
-            state = self.spec.states[output_index - len(self.spec.outputs)]
-            return _names(self.spec.inputs).index(state.name)
-
-        def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
-            args = (*self.spec.inputs, *self.spec.outputs, *self.spec.states)
-            first = next((i for i, arg in enumerate(args) if arg.dtype == "activation"), pos)
-            desc = in_out[pos].desc
-            if desc.format != trt.TensorFormat.LINEAR:
-                return False
-            if args[pos].dtype == "activation" and pos == first:
-                return desc.type in [getattr(trt.DataType, name) for name in _ACTIVATION_DTYPES]
-            return desc.type == _trt_dtype(trt, args[pos], in_out[first].desc.type)
-
-        def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            pass
-
-        def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            pass
-
-        def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-            return 0
-
-        def get_valid_tactics(self) -> list[int]:
-            return []
-
-        def set_tactic(self, tactic: int) -> None:
-            pass
-
-        def get_fields_to_serialize(self) -> Any:
-            return fields_from_attrs(trt, self.spec, self.attrs)
-
-        def attach_to_context(self, context: Any) -> Plugin:
-            return self.clone()
-
-        def enqueue(self, *args: Any) -> None:
-            raise PluginError(f"{self.spec.qualified_name} has no CUDA kernel in this version; use the eager backend")
+            # When TensorRT deletes the C++ half of a plugin, its bindings give up the reference that TensorRT held.
+            # Were that the last one, the Python half would delete the C++ half again and corrupt the heap.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     return Plugin
 
@@ -196,7 +212,7 @@ def _trt_dtype(trt: ModuleType, arg: TensorArg, activation: Any) -> Any:
     return activation if arg.dtype == "activation" else getattr(trt.DataType, _TRT_DTYPES[arg.dtype])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _creator_class(trt: ModuleType) -> type:
     class Creator(trt.IPluginCreatorV3One):
         """Makes the plugins of one op, for the ONNX parser and for engine deserialization."""
@@ -220,7 +236,7 @@ def make_creators(trt: ModuleType, specs: Iterable[OpSpec]) -> list[Any]:
     return [_creator_class(trt)(spec) for spec in specs]
 
 
-@lru_cache(maxsize=None)
+@cache
 def register_creators(trt: ModuleType) -> tuple[Any, ...]:
     """Register every op with TensorRT's plugin registry, once per module; returns the creators."""
     creators = tuple(make_creators(trt, all_specs().values()))

@@ -8,66 +8,67 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qwen4exp_trt.errors import Q4eError
 from qwen4exp_trt.runtime.backend import BACKENDS
-from qwen4exp_trt.runtime.llm import LLM
+from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
+from qwen4exp_trt.runtime.llm import LLM, Prompt
+
+PROG = "qwen4exp-generate"
 
 _SAMPLING_FLAGS = {
-    "max_tokens": int,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-    "presence_penalty": float,
-    "seed": int,
+    "temperature": (float, "0 is greedy"),
+    "top_k": (int, "sample from that many tokens, 0 for all"),
+    "top_p": (float, "sample from the most likely tokens of that total probability"),
+    "min_p": (float, "drop tokens less likely than this share of the most likely one"),
+    "repetition_penalty": (float, "above 1 discourages tokens of the prompt and the output"),
+    "presence_penalty": (float, "above 0 discourages tokens of the output"),
 }
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="qwen4exp-generate", description="Generate text from a bundle.")
+    parser = OneLineParser(prog=PROG, description="Generate text from a bundle.")
     parser.add_argument("bundle", help="folder made by qwen4exp-build")
     parser.add_argument("prompt", help="the text to continue, or the user's message with --chat")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message (default: none)")
     parser.add_argument("--no-thinking", action="store_true", help="with --chat: turn thinking off")
-    parser.add_argument("--system", help="with --chat: a system message")
-    parser.add_argument("--backend", choices=BACKENDS, default="eager")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--checkpoint", help="where the checkpoint is now, if it moved since the build")
-    parser.add_argument("--stop", action="append", help="stop at this text (may be repeated)")
-    for name, kind in _SAMPLING_FLAGS.items():
-        default = 128 if name == "max_tokens" else None
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default)
-    return parser.parse_args(argv)
+    parser.add_argument("--backend", choices=BACKENDS, default="eager", help="what executes (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="where it executes (default: %(default)s)")
+    parser.add_argument(
+        "--checkpoint", metavar="FOLDER", help="where the checkpoint is now (default: where it was at the build)"
+    )
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable (default: none)")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text, may be repeated")
+    sampling = parser.add_argument_group("sampling", "By default as the checkpoint's generation_config.json asks.")
+    for name, (kind, text) in _SAMPLING_FLAGS.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
+    args = parser.parse_args(argv)
+    if not args.chat and (args.system is not None or args.no_thinking):
+        parser.error("--system and --no-thinking need --chat")
+    return args
 
 
 def generate(args: argparse.Namespace) -> None:
     """Load the bundle and print the text as it comes."""
     llm = LLM(args.bundle, backend=args.backend, device=args.device, checkpoint=args.checkpoint)
-    given = {name: getattr(args, name) for name in (*_SAMPLING_FLAGS, "stop") if getattr(args, name) is not None}
+    names = (*_SAMPLING_FLAGS, "max_tokens", "seed", "stop")
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     params = replace(llm.default_sampling_params, **given)
-    prompt: Any = args.prompt
-    if args.chat:
-        system = [{"role": "system", "content": args.system}] if args.system else []
-        thinking = False if args.no_thinking else None
-        text = llm.render_chat([*system, {"role": "user", "content": args.prompt}], enable_thinking=thinking)
-        prompt = {"prompt": text, "add_special_tokens": False}
-    for chunk in llm.stream(prompt, params):
-        print(chunk.text, end="", flush=True)
-    print()
+    for chunk in llm.stream(_chat_prompt(llm, args) if args.chat else args.prompt, params):
+        print(chunk.text, end="" if chunk.finish_reason is None else "\n", flush=True)
+
+
+def _chat_prompt(llm: LLM, args: argparse.Namespace) -> Prompt:
+    messages = [] if args.system is None else [{"role": "system", "content": args.system}]
+    messages.append({"role": "user", "content": args.prompt})
+    text = llm.render_chat(messages, enable_thinking=False if args.no_thinking else None)
+    return {"prompt": text, "add_special_tokens": False}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one line on stderr for a user's mistake."""
     args = parse_args(argv)
-    try:
-        generate(args)
-    except Q4eError as error:
-        print(f"qwen4exp-generate: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command(PROG, lambda: generate(args))
 
 
 if __name__ == "__main__":

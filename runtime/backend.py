@@ -50,8 +50,8 @@ def make_backend(
     """The backend called ``name``; `BundleError` for one that this version lacks."""
     if name not in BACKENDS:
         raise BundleError(f"backend {name!r} cannot execute in this version; available: {', '.join(BACKENDS)}")
-    if torch.device(device).type != "cpu":
-        raise BundleError(f"device {device!r}: the ops have no kernels for it in this version; use device='cpu'")
+    if device != "cpu":
+        raise BundleError(f"device {device!r}: the ops have no kernels for it in this version; use device 'cpu'")
     return EagerBackend(folder, manifest, checkpoint, num_blocks)
 
 
@@ -59,6 +59,11 @@ def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | No
     """The checkpoint that the bundle was built from, at its recorded path or at ``override``; its files are checked."""
     if ref is None:
         raise BundleError(f"{folder}: built with --config-only, so it has no weights; build it from the checkpoint")
+    if override is None and not Path(ref.path).is_dir():
+        raise BundleError(
+            f"{folder}: the checkpoint that it was built from is no longer at {ref.path}; say where it is now with "
+            "--checkpoint (checkpoint=...)"
+        )
     checkpoint = Checkpoint.open(override or ref.path)
     checkpoint.verify_identity(ref.files)
     return checkpoint

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,31 +40,44 @@ class EngineCore:
         self.scheduler = Scheduler(limits, num_blocks)
         self._next_id = 0
 
-    def make_sequence(self, prompt: str | None, prompt_token_ids: SequenceOf[int], params: SamplingParams) -> Sequence:
+    def make_sequence(self, prompt: str | None, prompt_token_ids: Iterable[Any], params: SamplingParams) -> Sequence:
         """Check a request and make its sequence; nothing is queued yet."""
-        self.check_prompt(prompt_token_ids, room_for=1)
+        token_ids = self._checked_prompt(prompt_token_ids, room_for=1)
         if params.stop and self.tokenizer is None:
             raise RequestError("SamplingParams.stop needs text, but this bundle has no tokenizer; use stop_token_ids")
         out_of_range = [token for token in params.stop_token_ids or () if token >= self.vocab_size]
         if out_of_range:
             raise RequestError(f"stop_token_ids {out_of_range} are not below the vocabulary size {self.vocab_size}")
+        checker = StopChecker(params, self.stop_token_ids, len(token_ids), self.limits.max_seq_len)
+        room = self.limits.max_seq_len - len(token_ids)
+        max_len = len(token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
+        self.scheduler.check_capacity(max_len)
         request_id, self._next_id = str(self._next_id), self._next_id + 1
-        checker = StopChecker(params, self.stop_token_ids, len(prompt_token_ids), self.limits.max_seq_len)
-        return Sequence(request_id, prompt, prompt_token_ids, params, checker, self.tokenizer)
+        return Sequence(request_id, prompt, token_ids, params, max_len, checker, self.tokenizer)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `make_sequence` made."""
-        room = self.limits.max_seq_len - len(sequence.prompt_token_ids)
-        max_new = room if sequence.params.max_tokens is None else min(room, sequence.params.max_tokens)
-        self.scheduler.add(sequence, len(sequence.prompt_token_ids) + max_new)
+        self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a sequence and free its memory; its result stays as it is."""
         self.scheduler.finish(sequence)
 
-    def step(self) -> list[Sequence]:
-        """Run one step and return the sequences that got a token, finished ones included."""
+    def step(self) -> None:
+        """Run one step: each running sequence gets a token, or more of its prompt computed.
+
+        If the step fails, the sequences that it ran are dropped with that error: their states may be half updated.
+        """
         scheduled = self.scheduler.schedule()
+        try:
+            self._run(scheduled)
+        except BaseException as error:
+            for entry in scheduled:
+                entry.sequence.error = error
+                self.scheduler.finish(entry.sequence)
+            raise
+
+    def _run(self, scheduled: list[ScheduledSequence]) -> None:
         inputs, sampled = build_step_inputs(scheduled)
         logits = self.backend.run(inputs)
         sequences = [scheduled[index].sequence for index in sampled]
@@ -77,39 +94,55 @@ class EngineCore:
             sequence.append(token)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
-        return sequences
 
-    def score(self, token_ids: SequenceOf[int]) -> Tensor:
-        """Float32 logits ``[T, vocab_size]`` after each token of one sequence. No other request may be running."""
-        self.check_prompt(token_ids, room_for=0)
-        assert not self.scheduler.has_unfinished, "requests are running"
-        params = SamplingParams(max_tokens=1)
-        checker = StopChecker(params, (), 0, self.limits.max_seq_len)
-        sequence = Sequence("score", None, token_ids, params, checker, None)
-        self.scheduler.add(sequence, len(token_ids))
-        self.scheduler.schedule()
+    def score(self, token_ids: Iterable[Any]) -> Tensor:
+        """Float32 logits ``[T, vocab_size]`` after each token of one sequence.
+
+        Other requests may be open, but keep their memory: `RequestError` if they leave too little.
+        """
+        checked = self._checked_prompt(token_ids, room_for=0)
+        self.scheduler.check_capacity(len(checked))
+        checker = StopChecker(SamplingParams(), (), 0, self.limits.max_seq_len)
+        sequence = Sequence("score", None, checked, SamplingParams(), len(checked), checker, None)
+        if not self.scheduler.acquire_memory(sequence):
+            raise RequestError(
+                f"{self.scheduler.num_unfinished} open requests leave no slot or too few pages to score "
+                f"{len(checked)} tokens; finish or close their streams first"
+            )
         try:
             return torch.cat(list(self._score_chunks(sequence)))
         finally:
             self.scheduler.finish(sequence)
 
-    def _score_chunks(self, sequence: Sequence):
+    def _score_chunks(self, sequence: Sequence) -> Iterator[Tensor]:
         chunk = min(self.limits.prefill_chunk, self.limits.max_logits_rows)
         while sequence.num_tokens_left:
             entry = ScheduledSequence(sequence, min(chunk, sequence.num_tokens_left))
             yield self.backend.run(build_step_inputs([entry], all_rows=True)[0])
             sequence.num_computed += entry.num_tokens
 
-    def check_prompt(self, token_ids: SequenceOf[int], room_for: int) -> None:
-        """`RequestError` unless the prompt is not empty, in the vocabulary, and leaves room for new tokens."""
+    def _checked_prompt(self, token_ids: Iterable[Any], room_for: int) -> list[int]:
+        """The ids as ints; `RequestError` unless there are some, in the vocabulary, with room for new tokens."""
+        if isinstance(token_ids, Tensor | np.ndarray):
+            token_ids = token_ids.tolist()
+        if not isinstance(token_ids, Iterable) or isinstance(token_ids, str | bytes | Mapping):
+            raise RequestError(f"prompt token ids are a {type(token_ids).__name__}; a list of integers was expected")
+        checked = [self._checked_id(token) for token in token_ids]
         longest = self.limits.max_seq_len - room_for
-        if not token_ids:
+        if not checked:
             raise RequestError("the prompt is empty; give at least one token")
-        if len(token_ids) > longest:
+        if len(checked) > longest:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens, but this bundle takes at most {longest} "
+                f"the prompt has {len(checked)} tokens, but this bundle takes at most {longest} "
                 f"(max_seq_len {self.limits.max_seq_len}); shorten it or build with a larger --max-seq-len"
             )
-        for token in token_ids:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.vocab_size:
-                raise RequestError(f"prompt token {token!r} is not an id of 0 to {self.vocab_size - 1}")
+        return checked
+
+    def _checked_id(self, token: Any) -> int:
+        try:
+            token_id = -1 if isinstance(token, bool) else operator.index(token)
+        except TypeError:
+            token_id = -1
+        if not 0 <= token_id < self.vocab_size:
+            raise RequestError(f"prompt token {token!r} is not an id of 0 to {self.vocab_size - 1}")
+        return token_id

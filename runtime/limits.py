@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from qwen4exp_trt.errors import BuildError
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS
-
-DECODE, PREFILL = "decode", "prefill"
-"""The optimization profiles, in engine order."""
 
 DRAFT_ROWS = 8
 """Rows that a decoding sequence may have in one step of the decode profile: its own and those that verify a draft."""
 
-
-class Extent(NamedTuple):
-    """The smallest, the typical and the largest size of a dim."""
-
-    min: int
-    opt: int
-    max: int
+_LARGEST = {"max_batch_size": 2**12, "max_seq_len": 2**24, "prefill_chunk": 2**16, "block_size": 2**16}
+"""TensorRT multiplies shapes in int32 and has crashed, not refused, when given products beyond that."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +28,8 @@ class EngineLimits:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BuildError(f"{name} is {value!r}; it must be an integer of at least 1")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST[name]:
+                raise BuildError(f"{name} is {value!r}; it must be an integer from 1 to {_LARGEST[name]}")
 
     @property
     def blocks_per_seq(self) -> int:
@@ -70,18 +60,3 @@ class EngineLimits:
     def max_logits_rows(self) -> int:
         """Rows of logits that one step can return."""
         return self.max_decode_tokens
-
-    def profile_dims(self) -> dict[str, dict[str, Extent]]:
-        """The range of every dynamic dim of the program's inputs and states, by optimization profile."""
-        batch, rows = self.max_batch_size, self.max_logits_rows
-        shared = {
-            "B": Extent(1, batch, batch),
-            "B_plus_1": Extent(2, batch + 1, batch + 1),
-            "max_blocks": Extent(1, self.blocks_per_seq, self.blocks_per_seq),
-            NUM_BLOCKS: Extent(1, self.max_num_blocks, self.max_num_blocks),
-            NUM_SLOTS: Extent(1, self.num_slots, self.num_slots),
-            "L": Extent(1, batch, rows),
-        }
-        decode = Extent(1, batch, self.max_decode_tokens)
-        prefill = Extent(1, self.prefill_chunk, self.max_step_tokens)
-        return {DECODE: {"T": decode, **shared}, PREFILL: {"T": prefill, **shared}}

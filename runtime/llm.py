@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from qwen4exp_trt.errors import BundleError, RequestError
 from qwen4exp_trt.runtime.backend import make_backend
 from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
 from qwen4exp_trt.runtime.engine_core import EngineCore
-from qwen4exp_trt.runtime.manifest import GENERATION_CONFIG_FILE, Manifest
+from qwen4exp_trt.runtime.generation_config import GenerationConfig
+from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.outputs import RequestOutput
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
@@ -32,6 +32,9 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+
+
+Stream = Generator[StreamChunk, None, None]
 
 
 class LLM:
@@ -56,10 +59,10 @@ class LLM:
         self.manifest.check_files(folder)
         limits = self.manifest.limits
         blocks = limits.max_num_blocks if num_blocks is None else num_blocks
-        if blocks < 1:
-            raise BundleError(f"num_blocks is {blocks}; the KV cache needs at least one page")
+        if not isinstance(blocks, int) or blocks < 1:
+            raise BundleError(f"num_blocks is {blocks!r}; the KV cache needs at least one page")
         self.tokenizer = Tokenizer.from_dir(folder)
-        self.default_sampling_params = read_default_sampling_params(folder)
+        self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
         moved_to = None if checkpoint is None else Path(checkpoint)
         self.core = EngineCore(
@@ -81,7 +84,7 @@ class LLM:
         ``params``: one for all, one for each, or None for `default_sampling_params`. Raises `RequestError` before
         anything runs if one of the requests cannot be served.
         """
-        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        prompt_list = [prompts] if isinstance(prompts, str | Mapping) else _checked_list("prompts", prompts)
         pairs = zip(prompt_list, self._params(params, len(prompt_list)), strict=True)
         return self._run([self._make_sequence(prompt, one) for prompt, one in pairs])
 
@@ -97,20 +100,24 @@ class LLM:
 
         A message is ``{"role": ..., "content": ...}``; see `render_chat` for the template's variables.
         """
-        conversations = messages if messages and isinstance(messages[0], list | tuple) else [messages]
+        is_several = isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple)
+        conversations = messages if is_several else [messages]
         sequences = []
         for conversation, one in zip(conversations, self._params(params, len(conversations)), strict=True):
             text = self.render_chat(conversation, tools, enable_thinking, **template_variables)
             sequences.append(self._make_sequence({"prompt": text, "add_special_tokens": False}, one))
         return self._run(sequences)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt piece by piece. Closing the iterator early drops the request."""
         sequence = self._make_sequence(prompt, self._params(params, 1)[0])
         return self._stream(sequence)
 
-    def score(self, token_ids: Sequence[int]) -> Tensor:
-        """Float32 logits ``[T, vocab_size]`` of one sequence: row t predicts the token after ``token_ids[t]``."""
+    def score(self, token_ids: Sequence[int] | Tensor) -> Tensor:
+        """Float32 logits ``[T, vocab_size]`` of one sequence: row t predicts the token after ``token_ids[t]``.
+
+        It needs memory beside that of open streams; `RequestError` if they leave too little.
+        """
         return self.core.score(token_ids)
 
     def render_chat(
@@ -128,58 +135,59 @@ class LLM:
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.default_sampling_params] * count
-        if len(params) != count:
-            raise RequestError(f"{len(params)} SamplingParams for {count} prompts; give one, or one for each prompt")
-        return params
+        checked = _checked_list("params", params)
+        if len(checked) != count:
+            raise RequestError(f"{len(checked)} SamplingParams for {count} prompts; give one, or one for each prompt")
+        for one in checked:
+            if not isinstance(one, SamplingParams):
+                raise RequestError(f"params has {one!r}; SamplingParams were expected")
+        return checked
 
     def _make_sequence(self, prompt: Prompt, params: SamplingParams) -> RequestSequence:
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
+        if not isinstance(prompt, Mapping) or not {"prompt", "prompt_token_ids"} & prompt.keys():
+            raise RequestError(f"prompt {prompt!r} is neither text nor a dict with 'prompt' or 'prompt_token_ids'")
         if "prompt_token_ids" in prompt:
             return self.core.make_sequence(None, prompt["prompt_token_ids"], params)
-        text = prompt.get("prompt")
-        if not isinstance(text, str):
-            raise RequestError(f"prompt {prompt!r} is neither text nor a dict with 'prompt' or 'prompt_token_ids'")
         if self.tokenizer is None:
             raise RequestError("this bundle has no tokenizer; give the prompt as {'prompt_token_ids': [...]}")
-        token_ids = self.tokenizer.encode(text, add_special_tokens=prompt.get("add_special_tokens", True))
-        return self.core.make_sequence(text, token_ids, params)
+        token_ids = self.tokenizer.encode(prompt["prompt"], add_special_tokens=prompt.get("add_special_tokens", True))
+        return self.core.make_sequence(prompt["prompt"], token_ids, params)
 
     def _run(self, sequences: Sequence[RequestSequence]) -> list[RequestOutput]:
         try:
             for sequence in sequences:
                 self.core.add(sequence)
-            while self.core.scheduler.has_unfinished:
+            while any(sequence.finish_reason is None for sequence in sequences):
                 self.core.step()
         finally:
             for sequence in sequences:
                 self.core.abort(sequence)
         return [sequence.request_output() for sequence in sequences]
 
-    def _stream(self, sequence: RequestSequence) -> Iterator[StreamChunk]:
-        num_chars = num_tokens = 0
+    def _stream(self, sequence: RequestSequence) -> Stream:
+        shown = sequence.request_output().outputs[0]
         try:
             self.core.add(sequence)
-            while sequence.finish_reason is None:
-                if sequence not in self.core.step():
-                    continue
+            while shown.finish_reason is None:
+                # The steps of other requests advance this one, too.
+                while sequence.num_output_tokens == len(shown.token_ids):
+                    if sequence.error is not None:
+                        raise RequestError(
+                            f"request {sequence.request_id} was dropped when a step failed that it shared with others"
+                        ) from sequence.error
+                    self.core.step()
                 output = sequence.request_output().outputs[0]
-                yield StreamChunk(output.text[num_chars:], output.token_ids[num_tokens:], output.finish_reason)
-                num_chars, num_tokens = len(output.text), len(output.token_ids)
+                yield StreamChunk(
+                    output.text[len(shown.text) :], output.token_ids[len(shown.token_ids) :], output.finish_reason
+                )
+                shown = output
         finally:
             self.core.abort(sequence)
 
 
-def read_default_sampling_params(folder: Path) -> SamplingParams:
-    """The sampling that the checkpoint's generation_config.json asks for, or `SamplingParams()` without one."""
-    path = folder / GENERATION_CONFIG_FILE
-    if not path.is_file():
-        return SamplingParams()
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        values = {name: config[name] for name in names if config.get(name) is not None}
-        is_greedy = not config.get("do_sample", False)
-    except (ValueError, AttributeError) as error:
-        raise BundleError(f"{path}: not a JSON object: {error}") from error
-    return SamplingParams(temperature=0.0) if is_greedy else SamplingParams(**values)
+def _checked_list(name: str, items: Any) -> list[Any]:
+    if not isinstance(items, Iterable) or isinstance(items, str | bytes | Mapping):
+        raise RequestError(f"{name} are a {type(items).__name__}; a list was expected")
+    return list(items)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from qwen4exp_trt import __version__
-from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.errors import BuildError, BundleError
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.limits import EngineLimits
 
@@ -19,10 +21,10 @@ PROGRAM_DIR = "program"
 ENGINE_FILE = "decoder.engine"
 ONNX_FILE = "decoder.onnx"
 LAYERS_FILE = "layers.json"
-GENERATION_CONFIG_FILE = "generation_config.json"
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", GENERATION_CONFIG_FILE)
 
 FORMAT_VERSION = 1
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,18 @@ class Manifest:
             data = json.loads(path.read_text(encoding="utf-8"))
             _check_versions(path, data)
             return cls._from_json(data)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, BuildError) as error:
             raise BundleError(f"{path}: damaged ({error!r}); build the bundle again") from error
 
     @classmethod
     def _from_json(cls, data: Mapping[str, Any]) -> Manifest:
         values = dict(data)
         checkpoint = values.pop("checkpoint")
-        values["checkpoint"] = None if checkpoint is None else CheckpointRef(**checkpoint)
+        values["checkpoint"] = None if checkpoint is None else _check_types(CheckpointRef(**checkpoint))
         values["limits"] = EngineLimits(**values["limits"])
-        values["stop_token_ids"] = tuple(values["stop_token_ids"])
+        values["stop_token_ids"] = tuple(map(operator.index, values["stop_token_ids"]))
         values["files"] = {name: FileRef(**ref) for name, ref in values["files"].items()}
-        return cls(**values)
+        return _check_types(cls(**values))
 
     def check_files(self, folder: Path) -> None:
         """`BundleError` naming every file that is missing or not the one that was built."""
@@ -110,6 +112,16 @@ class Manifest:
                 problems.append(f"{name} was changed after the build")
         if problems:
             raise BundleError(f"{folder}: damaged bundle: {', '.join(problems)}; build it again")
+
+
+def _check_types(instance: _T) -> _T:
+    """``instance``; TypeError for a field that is not of its declared class."""
+    for name, hint in get_type_hints(type(instance)).items():
+        hints = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        classes = tuple(get_origin(part) or part for part in hints)
+        if not isinstance(getattr(instance, name), classes):
+            raise TypeError(f"{name} is {getattr(instance, name)!r}")
+    return instance
 
 
 def _check_versions(path: Path, data: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -63,7 +64,7 @@ class Program:
         nodes += [node for node in graph.nodes if node.op != "placeholder"]
         for node in nodes:
             name = renamed.get(node, node.name)
-            target = name if node.op == "placeholder" else node.target
+            target: Any = name if node.op == "placeholder" else node.target
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = copy.create_node(node.op, target, args, kwargs, name=name)
             assert env[node].name == name, (env[node].name, name)

@@ -7,17 +7,18 @@ import json
 import operator
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.registry import all_specs
-from qwen4exp_trt.plugins.spec import NAMESPACE
 from qwen4exp_trt.runtime.program import Program, is_getitem
-from qwen4exp_trt.runtime.specs import StateSpec, TensorSpec, WeightSpec
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES, StateSpec, TensorSpec, WeightSpec
+from qwen4exp_trt.runtime.weights import dtype_from_name
 
 ATEN_OPS = frozenset(
     f"aten.{name}"
@@ -38,6 +39,8 @@ ATEN_OPS = frozenset(
 )
 """The ATen overloads that a program may hold beside the ``q4e::`` ops."""
 
+_DTYPES = {f"torch.{name}": dtype_from_name(name) for name in DTYPE_BYTES}
+
 GRAPH_FILE, TABLES_FILE = "graph.py", "tables.json"
 
 
@@ -49,7 +52,8 @@ def format_program(program: Program) -> str:
     lines.append("):")
     for node in program.calls():
         lines.append(f"    {node.name} = {_format_call(node)}{_format_value(node.meta.get('val'), dims)}")
-    results = ", ".join(str(node) for node in program.graph.output_node().args[0])
+    outputs: Any = program.graph.output_node().args[0]
+    results = ", ".join(str(node) for node in outputs)
     lines.append(f"    return ({results},)")
     return "\n".join(lines) + "\n"
 
@@ -73,14 +77,30 @@ def load_program(folder: Path) -> Program:
         tables = json.loads((folder / TABLES_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BundleError(f"{folder}: cannot read the program: {error}") from error
-    graph = _GraphReader(folder / GRAPH_FILE).read(text)
-    return Program(
-        graph,
-        tuple(TensorSpec.from_json(spec) for spec in tables["inputs"]),
-        tuple(StateSpec.from_json(spec) for spec in tables["states"]),
-        tuple(WeightSpec.from_json(spec) for spec in tables["weights"]),
-        tuple(TensorSpec.from_json(spec) for spec in tables["outputs"]),
-    )
+    graph = _GraphReader(folder / GRAPH_FILE, text).read()
+    try:
+        program = Program(
+            graph,
+            tuple(TensorSpec.from_json(spec) for spec in tables["inputs"]),
+            tuple(StateSpec.from_json(spec) for spec in tables["states"]),
+            tuple(WeightSpec.from_json(spec) for spec in tables["weights"]),
+            tuple(TensorSpec.from_json(spec) for spec in tables["outputs"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BundleError(f"{folder / TABLES_FILE}: not the tables of a program: {error!r}") from error
+    _check_tables(program, folder)
+    return program
+
+
+def _check_tables(program: Program, folder: Path) -> None:
+    results: Any = program.graph.output_node().args[0]
+    found = [node.name for node in program.graph.find_nodes(op="placeholder")]
+    if found != program.placeholder_names() or len(results) != len(program.outputs):
+        differences = sorted(set(found) ^ set(program.placeholder_names()))
+        raise BundleError(
+            f"{folder}: {GRAPH_FILE} and {TABLES_FILE} are not of one program: they list other tensors or another "
+            f"order (in one only: {differences[:8]}) or {len(results)} and {len(program.outputs)} outputs"
+        )
 
 
 def op_name(target: Any) -> str:
@@ -96,8 +116,7 @@ def _has_values(program: Program) -> bool:
 def _format_call(node: fx.Node) -> str:
     if is_getitem(node):
         return f"{node.args[0]}[{node.args[1]}]"
-    args = [_format_arg(arg) for arg in node.args] + [f"{k}={_format_arg(v)}" for k, v in node.kwargs.items()]
-    return f"torch.ops.{op_name(node.target)}({', '.join(args)})"
+    return f"torch.ops.{op_name(node.target)}({', '.join(map(_format_arg, node.args))})"
 
 
 def _format_arg(arg: Any) -> str:
@@ -119,67 +138,98 @@ def _format_value(value: Any, dims: Mapping[str, str]) -> str:
     return f"  # {', '.join(texts)}"
 
 
+@lru_cache(maxsize=1)
+def _ops_by_text() -> dict[str, Any]:
+    """Every op that a program may call, by its text."""
+    aten = [name.split(".") for name in ATEN_OPS]
+    overloads = [getattr(getattr(torch.ops.aten, packet), overload) for _, packet, overload in aten]
+    overloads += [spec.overload for spec in all_specs().values()]
+    return {f"torch.ops.{op_name(overload)}": overload for overload in overloads}
+
+
+def _dotted_name(node: ast.expr) -> str:
+    """``a.b.c`` of a chain of attributes; empty for any other expression."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
 class _GraphReader:
     """Builds an FX graph from the text of `format_program`, statement by statement."""
 
-    def __init__(self, where: Path) -> None:
-        self.where, self.graph = where, fx.Graph()
+    def __init__(self, where: Path, text: str) -> None:
+        self.where, self.text, self.graph = where, text, fx.Graph()
         self.values: dict[str, fx.Node] = {}
 
-    def read(self, text: str) -> fx.Graph:
-        try:
-            module = ast.parse(text)
-        except SyntaxError as error:
-            raise BundleError(f"{self.where}:{error.lineno}: not a program: {error.msg}") from error
-        functions = [statement for statement in module.body if isinstance(statement, ast.FunctionDef)]
-        self._require(len(functions) == 1 and len(module.body) == 2, module, "one import and one function")
-        for arg in functions[0].args.args:
-            self.values[arg.arg] = self.graph.create_node("placeholder", arg.arg, name=arg.arg)
-        *statements, last = functions[0].body
+    def read(self) -> fx.Graph:
+        *statements, last = self._read_header()
         for statement in statements:
             self._read_assignment(statement)
-        self._require(isinstance(last, ast.Return) and isinstance(last.value, ast.Tuple), last, "a returned tuple")
-        self.graph.output(tuple(self._read_arg(element) for element in last.value.elts))
+        if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Tuple):
+            self._fail(last, "a returned tuple")
+        self.graph.output(tuple(self._read_value(element) for element in last.value.elts))
         return self.graph
 
+    def _read_header(self) -> list[ast.stmt]:
+        """Make the placeholders; returns the body of the function."""
+        try:
+            statements = ast.parse(self.text).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            line, message = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
+            raise BundleError(f"{self.where}:{line}: not a program: {message}") from error
+        if len(statements) != 2 or not isinstance(statements[0], ast.Import) or statements[0].names[0].name != "torch":
+            self._fail(statements[0] if statements else None, "`import torch` and one function")
+        function = statements[1]
+        if not isinstance(function, ast.FunctionDef) or function.decorator_list or function.args.defaults:
+            self._fail(function, "one plain function")
+        for arg in function.args.args:
+            self._add(arg, arg.arg, "placeholder", arg.arg, ())
+        return function.body
+
     def _read_assignment(self, statement: ast.stmt) -> None:
-        is_assignment = isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
-        self._require(is_assignment, statement, "an assignment to a name")
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Name):
+            self._fail(statement, "an assignment to a name")
         name, value = statement.targets[0].id, statement.value
         if isinstance(value, ast.Subscript):
-            target, args, kwargs = operator.getitem, (self._read_arg(value.value), self._read_arg(value.slice)), {}
+            args = (self._read_value(value.value), self._read_literal(value.slice))
+            self._add(statement, name, "call_function", operator.getitem, args)
+        elif isinstance(value, ast.Call) and not value.keywords:
+            target = _ops_by_text().get(_dotted_name(value.func))
+            if target is None:
+                self._fail(statement, "a call of an op of the fixed list")
+            self._add(statement, name, "call_function", target, tuple(self._read_arg(arg) for arg in value.args))
         else:
-            self._require(isinstance(value, ast.Call), value, "a call of an op")
-            target = self._read_op(value.func)
-            args = tuple(self._read_arg(arg) for arg in value.args)
-            kwargs = {str(keyword.arg): self._read_arg(keyword.value) for keyword in value.keywords}
-        self.values[name] = self.graph.create_node("call_function", target, args, kwargs, name=name)
+            self._fail(statement, "a call of an op, or one of its results")
 
-    def _read_op(self, node: ast.expr) -> Any:
-        name = ast.unparse(node).removeprefix("torch.ops.")
-        namespace, _, rest = name.partition(".")
-        if namespace == NAMESPACE and rest.removesuffix(".default") in all_specs():
-            return all_specs()[rest.removesuffix(".default")].overload
-        self._require(name in ATEN_OPS, node, "an op of the fixed list")
-        packet, overload = rest.split(".")
-        return getattr(getattr(torch.ops.aten, packet), overload)
+    def _add(self, where: ast.AST, name: str, op: str, target: Any, args: tuple[Any, ...]) -> None:
+        self.values[name] = self.graph.create_node(op, target, args, name=name)
+        if self.values[name].name != name:
+            self._fail(where, "a new name that is not a keyword or builtin of Python")
 
     def _read_arg(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.Name):
-            self._require(node.id in self.values, node, "a value defined above")
-            return self.values[node.id]
         if isinstance(node, ast.List):
             return [self._read_arg(element) for element in node.elts]
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
-            dtype = getattr(torch, node.attr, None)
-            self._require(isinstance(dtype, torch.dtype), node, "a torch dtype")
-            return dtype
-        try:
-            return ast.literal_eval(node)
-        except ValueError:
-            self._require(False, node, "a value, a list, a dtype or a literal")
+        if isinstance(node, ast.Attribute):
+            dtype = _DTYPES.get(_dotted_name(node))
+            return self._fail(node, f"one of {sorted(_DTYPES)}") if dtype is None else dtype
+        return self._read_value(node) if isinstance(node, ast.Name) else self._read_literal(node)
 
-    def _require(self, condition: bool, node: ast.AST, expected: str) -> None:
-        if not condition:
-            line = getattr(node, "lineno", 1)
-            raise BundleError(f"{self.where}:{line}: found `{ast.unparse(node)[:80]}`, expected {expected}")
+    def _read_value(self, node: ast.expr) -> fx.Node:
+        if not isinstance(node, ast.Name) or node.id not in self.values:
+            self._fail(node, "a value defined above")
+        return self.values[node.id]
+
+    def _read_literal(self, node: ast.expr) -> int | float | str | None:
+        match node:
+            case ast.Constant(value=(int() | float() | str() | None) as value):
+                return value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=(int() | float()) as value)):
+                return -value
+        self._fail(node, "a number or a string")
+
+    def _fail(self, node: ast.AST | None, expected: str) -> NoReturn:
+        line = getattr(node, "lineno", 1)
+        found = self.text.splitlines()[line - 1].strip()[:100] if self.text else ""
+        raise BundleError(f"{self.where}:{line}: expected {expected}, found `{found}`")

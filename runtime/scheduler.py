@@ -32,28 +32,35 @@ class Scheduler:
 
     def __init__(self, limits: EngineLimits, num_blocks: int) -> None:
         self.limits, self.num_blocks = limits, num_blocks
-        self._waiting: deque[tuple[Sequence, int]] = deque()
+        self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(reversed(range(limits.num_slots)))
         self._free_blocks = list(reversed(range(num_blocks)))
 
     @property
-    def has_unfinished(self) -> bool:
-        return bool(self._waiting or self._running)
+    def num_unfinished(self) -> int:
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
 
     @property
     def num_free_blocks(self) -> int:
         return len(self._free_blocks)
 
-    def add(self, sequence: Sequence, max_len: int) -> None:
-        """Queue a sequence that will not exceed ``max_len`` tokens; `RequestError` if it could never start."""
-        num_blocks = -(-max_len // self.limits.block_size)
+    def check_capacity(self, max_len: int) -> None:
+        """`RequestError` if a sequence of ``max_len`` tokens could never start."""
+        num_blocks = self._blocks_for(max_len)
         if num_blocks > self.num_blocks:
             raise RequestError(
-                f"request {sequence.request_id} may take {max_len} tokens, {num_blocks} pages of the KV cache, but "
-                f"there are {self.num_blocks}; lower max_tokens or give the cache more pages"
+                f"the request may take {max_len} tokens, {num_blocks} pages of the KV cache, but there are "
+                f"{self.num_blocks}; lower max_tokens or give the cache more pages"
             )
-        self._waiting.append((sequence, num_blocks))
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that passes `check_capacity`."""
+        self._waiting.append(sequence)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The sequences of the next step: those that decode first, then prompts, up to the step's token budget."""
@@ -70,15 +77,25 @@ class Scheduler:
         """Take a sequence out, wherever it is, and free its memory."""
         if sequence in self._running:
             self._running.remove(sequence)
-        self._waiting = deque(entry for entry in self._waiting if entry[0] is not sequence)
+        if sequence in self._waiting:
+            self._waiting.remove(sequence)
         memory, sequence.memory = sequence.memory, None
         if memory is not None:
             self._free_slots.append(memory.slot)
             self._free_blocks.extend(reversed(memory.blocks))
 
+    def acquire_memory(self, sequence: Sequence) -> bool:
+        """Give ``sequence`` a slot and the pages for its longest possible length, until `finish`; False if too few
+        are free."""
+        num_blocks = self._blocks_for(sequence.max_len)
+        if not self._free_slots or num_blocks > len(self._free_blocks):
+            return False
+        sequence.memory = Memory(self._free_slots.pop(), [self._free_blocks.pop() for _ in range(num_blocks)])
+        return True
+
     def _admit(self) -> None:
-        while self._waiting and self._free_slots and self._waiting[0][1] <= len(self._free_blocks):
-            sequence, num_blocks = self._waiting.popleft()
-            blocks = [self._free_blocks.pop() for _ in range(num_blocks)]
-            sequence.memory = Memory(self._free_slots.pop(), blocks)
-            self._running.append(sequence)
+        while self._waiting and self.acquire_memory(self._waiting[0]):
+            self._running.append(self._waiting.popleft())
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_size)

@@ -25,7 +25,8 @@ class Memory:
 class Sequence:
     """A request while it is served.
 
-    ``num_computed`` counts the tokens whose states are in memory; the rest of ``token_ids`` is still to be run.
+    ``max_len`` bounds ``token_ids``, prompt and output together. ``num_computed`` counts the tokens whose states are
+    in memory; the rest of ``token_ids`` is still to be run.
     """
 
     def __init__(
@@ -34,14 +35,17 @@ class Sequence:
         prompt: str | None,
         prompt_token_ids: SequenceOf[int],
         params: SamplingParams,
+        max_len: int,
         stop_checker: StopChecker,
         tokenizer: Tokenizer | None,
     ) -> None:
         self.request_id, self.prompt, self.params = request_id, prompt, params
         self.prompt_token_ids = list(prompt_token_ids)
         self.token_ids = list(prompt_token_ids)
-        self.num_computed = 0
+        self.max_len, self.num_computed = max_len, 0
         self.memory: Memory | None = None
+        self.error: BaseException | None = None
+        """What made a step fail that ran this sequence, which cannot go on then."""
         self.history = TokenHistory(prompt_token_ids)
         self.generator: torch.Generator | None = generator_from_seed(params.seed)
         self._stop_checker, self._tokenizer = stop_checker, tokenizer
@@ -52,6 +56,10 @@ class Sequence:
     def num_tokens_left(self) -> int:
         """Tokens to run before the next one can be sampled."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -30,7 +30,7 @@ class TensorSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TensorSpec:
-        return cls(data["name"], tuple(data["shape"]), data["dtype"])
+        return cls(data["name"], tuple(data["shape"]), _dtype_from_json(data["dtype"]))
 
     def num_bytes(self, dims: Mapping[str, int]) -> int:
         """Size in bytes with every named dim taken from ``dims``."""
@@ -83,12 +83,19 @@ class StateSpec:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StateSpec:
         kind = StateKind(data["kind"])
-        return cls(data["name"], kind, data["layer"], tuple(data["shape"]), data["dtype"], data["init"])
+        dtype = _dtype_from_json(data["dtype"])
+        return cls(data["name"], kind, data["layer"], tuple(data["shape"]), dtype, data["init"])
 
 
 def extent_of(dim: Dim, dims: Mapping[str, int]) -> int:
     """The extent of ``dim``: itself, or what ``dims`` binds its name to."""
     return dim if isinstance(dim, int) else dims[dim]
+
+
+def _dtype_from_json(name: Any) -> str:
+    if name not in DTYPE_BYTES:
+        raise BundleError(f"a tensor of dtype {name!r}, expected one of {sorted(DTYPE_BYTES)}; build the bundle again")
+    return name
 
 
 # --- weight recipes -------------------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.errors import CheckpointError
+from qwen4exp_trt.errors import BundleError, CheckpointError
 from qwen4exp_trt.runtime.specs import Literal, Source, Transform, WeightRecipe, WeightSpec
 
 TensorSource = Callable[[str], Tensor]
@@ -16,20 +16,17 @@ TensorSource = Callable[[str], Tensor]
 
 
 def dtype_from_name(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise BundleError(f"{name!r} is not the name of a dtype; build the bundle again")
     return dtype
-
-
-def _concat(inputs: Sequence[Tensor], dim: int) -> Tensor:
-    return torch.cat(list(inputs), dim)
 
 
 TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "cast": lambda inputs, dtype: inputs[0].to(dtype_from_name(dtype)),
     "add": lambda inputs, value: inputs[0] + value,
-    "concat": _concat,
-    "stack": lambda inputs: torch.stack(list(inputs)),
+    "concat": lambda inputs, dim: torch.cat(inputs, dim),
+    "stack": lambda inputs: torch.stack(inputs),
     "reshape": lambda inputs, shape: inputs[0].reshape(shape),
 }
 """Transform name -> function of (inputs, **attrs)."""
@@ -60,19 +57,56 @@ def map_sources(recipe: WeightRecipe, resolve: Callable[[str], WeightRecipe]) ->
 
 
 def materialize(recipe: WeightRecipe, source: TensorSource) -> Tensor:
-    """Run ``recipe``. The result may be a view of the source's own memory when no transform changed it."""
-    if isinstance(recipe, Source):
-        return source(recipe.name)
-    if isinstance(recipe, Literal):
-        return torch.tensor(recipe.values, dtype=dtype_from_name(recipe.dtype)).reshape(recipe.shape)
+    """Run ``recipe``. The result may be a view of the source's own memory when no transform changed it.
+
+    Joined tensors are copied one by one into a result that is allocated once, so that only one part, whatever their
+    number, is in memory beside it.
+    """
+    join = _join_of(recipe)
+    if join is None:
+        return _evaluate(recipe, lambda leaf: _read(leaf, source))
+    expected = _evaluate(recipe, lambda leaf: _read(leaf, source).to("meta"))
+    result, start = torch.empty(expected.shape, dtype=expected.dtype), 0
+    for part in join.inputs:
+        start = _place(result, start, join, materialize(part, source))
+    return result
+
+
+def _join_of(recipe: WeightRecipe) -> Transform | None:
+    """The ``concat`` or ``stack`` that ``recipe`` is, or casts."""
+    inner = recipe.inputs[0] if isinstance(recipe, Transform) and recipe.op == "cast" else recipe
+    return inner if isinstance(inner, Transform) and inner.op in ("concat", "stack") else None
+
+
+def _place(result: Tensor, start: int, join: Transform, part: Tensor) -> int:
+    """Copy a part of ``join`` to ``start``, cast to the dtype of ``result``; returns where the next one goes."""
+    dim, part = (0, part[None]) if join.op == "stack" else (join.attr["dim"], part)
+    extent = part.shape[dim]
+    result.narrow(dim, start, extent).copy_(part)
+    return start + extent
+
+
+def _evaluate(recipe: WeightRecipe, read: Callable[[Source | Literal], Tensor]) -> Tensor:
+    """Run ``recipe`` on what ``read`` gives; meta tensors give the shape and dtype of the result."""
+    if not isinstance(recipe, Transform):
+        return read(recipe)
     if recipe.op not in TRANSFORMS:
         raise CheckpointError(f"weight recipe uses the unknown transform {recipe.op!r}; known: {sorted(TRANSFORMS)}")
-    return TRANSFORMS[recipe.op]([materialize(part, source) for part in recipe.inputs], **recipe.attr)
+    return TRANSFORMS[recipe.op]([_evaluate(part, read) for part in recipe.inputs], **recipe.attr)
+
+
+def _read(leaf: Source | Literal, source: TensorSource) -> Tensor:
+    if isinstance(leaf, Source):
+        return source(leaf.name)
+    return torch.tensor(leaf.values, dtype=dtype_from_name(leaf.dtype)).reshape(leaf.shape)
 
 
 def materialize_weight(spec: WeightSpec, source: TensorSource) -> Tensor:
-    """Run the recipe of ``spec`` and check that the result has the shape and dtype that the program expects."""
-    tensor = materialize(spec.recipe, source)
+    """Run the recipe of ``spec``; `CheckpointError` unless it gives the shape and dtype that the program expects."""
+    try:
+        tensor = materialize(spec.recipe, source)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"weight {spec.name}: its recipe does not fit the checkpoint: {error}") from error
     expected = (tuple(spec.tensor.shape), spec.tensor.dtype)
     found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     if found != expected:

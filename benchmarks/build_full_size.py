@@ -1,0 +1,100 @@
+"""Builds the engine of a config.json, without weights, and holds time, memory and size against their bars.
+
+    python benchmarks/build_full_size.py tests/fixtures/released_config.json
+
+Prints a table, appends a line to ``benchmarks/results/build_full_size.jsonl``, and exits with 1 when a bar is exceeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from qwen4exp_trt.builder.build import build_bundle
+from qwen4exp_trt.builder.options import BuildOptions
+from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE
+
+BARS = {"total_s": 90.0, "peak_rss_mib": 3 * 1024.0, "engine_mib": 128.0}
+"""Upper bounds on a machine with two cores."""
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "build_full_size.jsonl"
+
+
+class StageTimes:
+    """Seconds of each stage; calling it begins the next one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._stage, self._begin = "", time.perf_counter()
+
+    def __call__(self, stage: str) -> None:
+        now = time.perf_counter()
+        if self._stage:
+            self.seconds[self._stage] = now - self._begin
+        self._stage, self._begin = stage, now
+
+
+def measure(config: Path, target: str) -> dict[str, float]:
+    """Build a bundle with default limits; times in seconds, sizes in MiB. The peak counts the whole process."""
+    times = StageTimes()
+    with tempfile.TemporaryDirectory() as folder:
+        options = BuildOptions(checkpoint=config, output=Path(folder) / "bundle", target=target, config_only=True)
+        files = build_bundle(options, times).manifest.files
+        times("")
+        layers = json.loads((options.output / LAYERS_FILE).read_text(encoding="utf-8"))
+    return {
+        **{f"{stage}_s": seconds for stage, seconds in times.seconds.items()},
+        "total_s": sum(times.seconds.values()),
+        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "engine_mib": files[ENGINE_FILE].size / 2**20,
+        "onnx_mib": files[ONNX_FILE].size / 2**20,
+        "layers": len(layers["layers"]),
+        **{f"{name}_activation_mib": size / 2**20 for name, size in layers["activation_bytes"].items()},
+    }
+
+
+def describe_run(config_path: Path, target: str) -> dict[str, Any]:
+    """What the numbers belong to."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {
+        "commit": commit.stdout.strip(),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpus": os.cpu_count(),
+        "config": config_path.name,
+        "target": target,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure the build of an engine from a config.json alone.")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--target", default="sm121")
+    args = parser.parse_args()
+    results = measure(args.config, args.target)
+    for name, value in results.items():
+        bar = f"  (at most {BARS[name]:g})" if name in BARS else ""
+        print(f"{name:<24}{value:12.2f}{bar}")
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a", encoding="utf-8") as file:
+        rounded = {name: round(value, 2) for name, value in results.items()}
+        file.write(json.dumps(describe_run(args.config, args.target) | rounded) + "\n")
+    exceeded = [name for name, bar in BARS.items() if results[name] > bar]
+    if exceeded:
+        print(f"above the bar: {', '.join(exceeded)}", file=sys.stderr)
+    return 1 if exceeded else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""What the commands share: one line on stderr and an exit code for whatever goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from qwen4exp_trt.errors import Q4eError
+
+USER_ERROR = 2
+INTERRUPTED = 130
+"""Exit codes; the second is that of a process that SIGINT ended."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Refuses arguments in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def run_command(prog: str, command: Callable[[], None]) -> int:
+    """Run ``command`` and return the exit code of the process."""
+    try:
+        command()
+    except Q4eError as error:
+        message = " ".join(line.strip() for line in str(error).splitlines())
+        print(f"{prog}: error: {message}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as `head`, has what it wants. Python flushes stdout once more at exit: let it find an end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

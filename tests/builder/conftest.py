@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bundles
+import pytest
+import torch
+from build_command import FLOAT32
+
+from qwen4exp_trt.builder import build as build_module
+from qwen4exp_trt.builder.__main__ import main
+from qwen4exp_trt.builder.compile import CompiledProgram, compile_program
+from qwen4exp_trt.builder.engine import EngineBuild
+from qwen4exp_trt.frontend.config import ModelConfig
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that no test changes."""
+    return bundles.tiny_checkpoint(tmp_path_factory.getbasetemp() / "tiny-checkpoint")
+
+
+@pytest.fixture
+def damaged(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint, to be damaged."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "checkpoint"))
+
+
+@pytest.fixture(scope="session")
+def compiled(checkpoint: Path) -> CompiledProgram:
+    return compile_program(ModelConfig.from_dir(checkpoint), "float32", 8, lambda stage: None)
+
+
+@pytest.fixture
+def quick(compiled: CompiledProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds take the program compiled before and a stand-in for the engine: for what happens around them."""
+
+    def compile_quickly(config: Any, precision: str, block_size: int, stage: Callable[[str], None]) -> CompiledProgram:
+        for name in ("export", "passes", "lower"):
+            stage(name)
+        return compiled
+
+    monkeypatch.setattr(build_module, "compile_program", compile_quickly)
+    monkeypatch.setattr(build_module, "_load_trt", lambda options: torch if options.has_engine else None)
+    monkeypatch.setattr(build_module, "build_engine", lambda *args: EngineBuild(b"engine", {}))
+
+
+@pytest.fixture
+def bundle(quick: None, checkpoint: Path, tmp_path: Path) -> Path:
+    """An earlier bundle under the name that the test builds."""
+    assert main([str(checkpoint), "-o", str(tmp_path / "bundle"), *FLOAT32]) == 0
+    return tmp_path / "bundle"

@@ -1,0 +1,176 @@
+"""SM121 engines of the tiny model, built without a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import pytest
+from model_zoo import tiny_config_dict
+
+from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
+from qwen4exp_trt.builder.lower import lower_program
+from qwen4exp_trt.builder.profiles import Profile, ShapeRange, optimization_profiles
+from qwen4exp_trt.builder.trt_module import load_trt
+from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.frontend.export import export_program
+from qwen4exp_trt.passes.base import PassManager
+from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.plugins.spec import NAMESPACE
+from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.program import Program
+
+pytestmark = pytest.mark.trt
+
+LIMITS = EngineLimits(max_batch_size=2, max_seq_len=256, prefill_chunk=64, block_size=16)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A BF16 program with what a build needs."""
+
+    program: Program
+    model: onnx.ModelProto
+    profiles: dict[str, Profile]
+
+
+@pytest.fixture(scope="module")
+def trt() -> Any:
+    return load_trt("tensorrt-rtx")
+
+
+@pytest.fixture(scope="module", params=["as traced", "after the passes"])
+def lowered(request: pytest.FixtureRequest) -> Lowered:
+    program = export_program(ModelConfig.from_dict(tiny_config_dict(), "tiny"), "bfloat16", LIMITS.block_size)
+    if request.param == "after the passes":
+        program, _ = PassManager(PIPELINE).run(program)
+    profiles = optimization_profiles(LIMITS, (*program.inputs, *program.states))
+    return Lowered(program, lower_program(program), profiles)
+
+
+@pytest.fixture(scope="module")
+def build(trt: Any, lowered: Lowered) -> EngineBuild:
+    return build_engine(trt, lowered.model, lowered.profiles)
+
+
+def test_engine_holds_no_weights_and_no_scratch_for_states(build: EngineBuild) -> None:
+    assert 4096 < len(build.engine) < 16 * 2**20
+    assert build.layers["activation_bytes"].keys() == {"decode", "prefill"}
+
+
+def test_report_was_read_completely(build: EngineBuild) -> None:
+    assert build.layers["unread"] == []
+    assert build.layers["target"] == "sm121"
+    assert build.layers["tensorrt"].startswith("tensorrt_rtx ")
+
+
+def test_every_plugin_node_is_a_layer_of_each_profile(build: EngineBuild, lowered: Lowered) -> None:
+    nodes = {node.name for node in lowered.model.graph.node if node.domain == NAMESPACE}
+    for profile in ("decode", "prefill"):
+        layers = [layer for layer in build.layers["layers"] if layer["profile"] == profile]
+        assert nodes <= {path for layer in layers for path in layer["modules"]}
+
+
+def test_inputs_and_outputs_are_those_of_the_program(build: EngineBuild, lowered: Lowered) -> None:
+    program = lowered.program
+    tensors = {t["name"]: t for t in build.layers["io_tensors"]}
+    names = [spec.name for spec in (*program.inputs, *program.states, *program.weights, *program.outputs)]
+    assert tensors.keys() == {*names, *(spec.out_name for spec in program.states)}
+    for spec in (*program.inputs, *program.states, *program.outputs):
+        assert tensors[spec.name]["dims"] == [-1 if isinstance(dim, str) else dim for dim in spec.shape]
+    for spec in program.states:
+        assert tensors[spec.out_name] == tensors[spec.name] | {"name": spec.out_name, "mode": "output"}
+
+
+def test_states_are_updated_in_place_by_one_plugin_layer(build: EngineBuild, lowered: Lowered) -> None:
+    """Nobody else reads the old state, so no copy is made of it."""
+    for spec in lowered.program.states:
+        for profile in ("decode", "prefill"):
+            layers = [layer for layer in build.layers["layers"] if layer["profile"] == profile]
+            readers = [layer for layer in layers if spec.name in {t["name"] for t in layer["inputs"]}]
+            writers = [layer for layer in layers if spec.out_name in {t["name"] for t in layer["outputs"]}]
+            assert readers == writers, spec.name
+            assert [layer["type"] for layer in writers] == ["PluginV3"]
+
+
+def test_progress_is_reported(trt: Any, lowered: Lowered) -> None:
+    steps: list[tuple[str, int, int]] = []
+    build_engine(trt, lowered.model, lowered.profiles, progress=lambda *step: steps.append(step))
+    assert all(0 <= done <= total for _, done, total in steps)
+    assert {phase for phase, done, total in steps if done == total} == {phase for phase, _, _ in steps}
+
+
+def test_terminal_stays_quiet(trt: Any, lowered: Lowered, capfd: pytest.CaptureFixture[str]) -> None:
+    build_engine(trt, lowered.model, lowered.profiles)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm100", "sm75", "gb10", ""])
+def test_impossible_target_lists_the_choices(trt: Any, target: str) -> None:
+    with pytest.raises(BuildError, match=f"target '{target}' is not one .*; choose one of sm80, .*sm120, sm121"):
+        check_target(trt, target)
+
+
+@pytest.fixture
+def plain(lowered: Lowered) -> Lowered:
+    return Lowered(lowered.program, copy.deepcopy(lowered.model), copy.deepcopy(lowered.profiles))
+
+
+def plugin_node(lowered: Lowered, op_type: str) -> onnx.NodeProto:
+    return next(node for node in lowered.model.graph.node if node.op_type == op_type)
+
+
+def call_an_unknown_plugin(lowered: Lowered) -> None:
+    plugin_node(lowered, "Q4eMoe").op_type = "Q4eNothing"
+
+
+def take_the_wrong_operand(lowered: Lowered) -> None:
+    node = plugin_node(lowered, "Q4eMoe")
+    node.input[0] = node.input[2]
+
+
+def drop_an_attribute(lowered: Lowered) -> None:
+    attributes = plugin_node(lowered, "Q4eMoe").attribute
+    attributes.remove(next(a for a in attributes if a.name == "num_experts_per_tok"))
+
+
+def forget_a_range(lowered: Lowered) -> None:
+    del lowered.profiles["decode"]["seq_lens"]
+
+
+def invent_an_input(lowered: Lowered) -> None:
+    lowered.profiles["prefill"]["pixels"] = lowered.profiles["prefill"]["seq_lens"]
+
+
+def swap_a_range(lowered: Lowered) -> None:
+    lowered.profiles["decode"]["seq_lens"] = ShapeRange((2,), (2,), (1,))
+
+
+def read_an_old_state(lowered: Lowered) -> None:
+    node = plugin_node(lowered, "Q4eQsaSelect")
+    node.input[1] = node.input[1].removesuffix("_out")
+
+
+@pytest.mark.parametrize(
+    "damage,message",
+    [
+        (call_an_unknown_plugin, r"node layers\.0\.mlp\.moe \(Q4eNothing\): .*Plugin not found"),
+        (take_the_wrong_operand, r"node layers\.0\.mlp\.moe \(Q4eMoe\)"),
+        (drop_an_attribute, r"node layers\.0\.mlp\.moe \(Q4eMoe\): .*Could not create the plugin"),
+        (forget_a_range, r"no engine from decoder: .*seq_lens is missing dimensions in profile 0"),
+        (invent_an_input, "profile prefill has shapes of pixels, which are no network inputs"),
+        (swap_a_range, "refuses the profile decode: .*seq_lens"),
+        (read_an_old_state, "no engine from decoder: .*Cannot reformat"),
+    ],
+)
+def test_what_tensorrt_refuses_is_one_clear_error(
+    trt: Any, plain: Lowered, damage: Callable[[Lowered], None], message: str
+) -> None:
+    damage(plain)
+    with pytest.raises(BuildError, match=message) as error:
+        build_engine(trt, plain.model, plain.profiles)
+    assert "\n" not in str(error.value)

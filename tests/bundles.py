@@ -1,0 +1,57 @@
+"""Tiny checkpoints with tokenizer files, and bundles of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from model_zoo import tiny_config_dict, write_hf_checkpoint
+from tiny_tokenizer import tiny_backend
+
+from qwen4exp_trt.builder.build import build_bundle
+from qwen4exp_trt.builder.options import BuildOptions
+
+ROOT = Path(__file__).parents[1]
+CHAT_TEMPLATE = ROOT / "tests" / "fixtures" / "chat_template.jinja"
+DEMO_CHECKPOINT = ROOT / "demo" / "checkpoint"
+
+VOCAB_SIZE = 384
+"""More than the tokenizer has: the last rows of the head have no token."""
+ENDOFTEXT, IM_END = 0, 2
+"""The ids of those special tokens: the eos of the config, and the other one of the generation config."""
+
+GENERATION_CONFIG = {"do_sample": True, "temperature": 0.7, "top_k": 20, "eos_token_id": [IM_END, ENDOFTEXT]}
+
+LIMITS: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 64, "prefill_chunk": 8, "block_size": 8}
+
+
+def config_dict(**overrides: Any) -> dict[str, Any]:
+    """Two layers with every mechanism."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "ple_layer_ids": [1]}
+    return tiny_config_dict(vocab_size=VOCAB_SIZE, eos_token_id=ENDOFTEXT, **layers, **overrides)
+
+
+@cache
+def tiny_checkpoint(folder: Path) -> Path:
+    """Write a checkpoint with a tokenizer, a chat template and a generation config; one a session and ``folder``."""
+    write_hf_checkpoint(folder, config_dict())
+    write_text_files(folder)
+    return folder
+
+
+def write_text_files(folder: Path) -> None:
+    tiny_backend().save(str(folder / "tokenizer.json"))
+    special = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION_CONFIG))
+    shutil.copyfile(CHAT_TEMPLATE, folder / "chat_template.jinja")
+
+
+def build(checkpoint: Path, output: Path, **options: Any) -> Path:
+    """Build a float32 bundle (no engine) within `LIMITS`, unless told otherwise."""
+    values = {"precision": "float32", **LIMITS} | options
+    build_bundle(BuildOptions(checkpoint=checkpoint, output=output, **values), lambda stage: None)
+    return output

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hf_parity import Edit, Pair, PairFactory, make_pair
+from model_zoo import tiny_config_dict
+
+
+@pytest.fixture(scope="session")
+def make(tmp_path_factory: pytest.TempPathFactory) -> PairFactory:
+    """`make_pair` of a config, made once a session for each combination of arguments."""
+    made: dict[str, Pair] = {}
+
+    def get(config_dict: dict[str, Any] | None = None, edit: Edit | None = None, **options: Any) -> Pair:
+        config_dict = tiny_config_dict() if config_dict is None else config_dict
+        key = json.dumps([config_dict, edit and edit.__qualname__, options], sort_keys=True)
+        if key not in made:
+            made[key] = make_pair(tmp_path_factory.mktemp("pair"), config_dict, edit, **options)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny(make: PairFactory) -> Pair:
+    """The tiny model with every mechanism on."""
+    return make()

@@ -1,0 +1,166 @@
+"""Every op's TensorRT plugin against the op itself, from its spec and sample cases alone."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from onnx import helper
+from torch import Tensor
+
+from qwen4exp_trt.builder.engine import EngineBuild, build_engine
+from qwen4exp_trt.builder.onnx_graph import ONNX_DTYPES, OPSET, PLUGIN_OPSET
+from qwen4exp_trt.builder.trt_module import load_trt
+from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec
+from qwen4exp_trt.plugins.tensorrt import AttrFields, attrs_from_fields, make_creators, register_creators
+
+pytestmark = pytest.mark.trt
+
+SPECS = [pytest.param(spec, id=spec.name) for spec in all_specs().values()]
+BF16 = torch.bfloat16
+TRT_NAMES = {BF16: "BFloat16", torch.float32: "Float", torch.int32: "Int32", torch.int64: "Int64"}
+TARGET = "sm121"
+
+
+@pytest.fixture(scope="module")
+def trt() -> Any:
+    return load_trt("tensorrt-rtx")
+
+
+@pytest.fixture(scope="module")
+def creators(trt: Any) -> dict[str, Any]:
+    return {creator.spec.name: creator for creator in make_creators(trt, all_specs().values())}
+
+
+def operands(spec: OpSpec) -> dict[str, Any]:
+    """Of the first sample case, in BF16."""
+    return spec.cases[0].make(BF16, torch.Generator().manual_seed(0))
+
+
+def attrs_of(spec: OpSpec) -> dict[str, Any]:
+    return {attr.name: operands(spec)[attr.name] for attr in spec.attrs}
+
+
+def results(spec: OpSpec) -> dict[str, Tensor]:
+    """What the op gives for the sample operands: its outputs, then its states."""
+    args = [operands(spec)[arg.name] for arg in (*spec.inputs, *spec.attrs)]
+    args = [value.clone() if isinstance(value, Tensor) else value for value in args]
+    outputs = spec.overload(*args)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    states = [value for value, arg in zip(args, spec.inputs, strict=False) if arg.mutated]
+    names = [arg.name for arg in spec.outputs] + [f"{arg.name}_out" for arg in spec.states]
+    return dict(zip(names, [*outputs, *states], strict=True))
+
+
+def value_info(name: str, tensor: Tensor) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, ONNX_DTYPES[tensor.dtype], list(tensor.shape))
+
+
+@cache
+def one_node_engine(op_name: str) -> EngineBuild:
+    """An engine of the op alone, with the shapes of its sample operands."""
+    spec = all_specs()[op_name]
+    attrs = attrs_of(spec) | {"plugin_version": str(spec.version)}
+    inputs, outputs = [arg.name for arg in spec.inputs], results(spec)
+    node = helper.make_node(spec.onnx_op_type, inputs, list(outputs), spec.name, domain=NAMESPACE, **attrs)
+    graph = helper.make_graph(
+        [node],
+        spec.name,
+        [value_info(name, operands(spec)[name]) for name in inputs],
+        [value_info(name, tensor) for name, tensor in outputs.items()],
+    )
+    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(NAMESPACE, PLUGIN_OPSET)]
+    model = helper.make_model(graph, opset_imports=opsets)
+    return build_engine(load_trt("tensorrt-rtx"), model, {"static": {}}, TARGET)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_outputs_and_aliased_states_have_the_types_of_the_op(spec: OpSpec) -> None:
+    found = {t["name"]: (t["dtype"], t["dims"]) for t in one_node_engine(spec.name).layers["io_tensors"]}
+    for name, tensor in {**operands(spec), **results(spec)}.items():
+        if isinstance(tensor, Tensor):
+            assert found.pop(name) == (TRT_NAMES[tensor.dtype], list(tensor.shape)), name
+    assert not found
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_attributes_are_stored_in_the_engine(spec: OpSpec) -> None:
+    engine = one_node_engine(spec.name).engine
+    for attr in spec.attrs:
+        value = attrs_of(spec)[attr.name]
+        codes = {"int": "i", "float": "f", "int[]": f"{len(value) if attr.type == 'int[]' else 0}i"}
+        stored = value.encode() if attr.type == "str" else struct.pack(codes[attr.type], *_as_list(value))
+        behind_name = engine.split(attr.name.encode())[1:]
+        assert any(stored in part[:200] for part in behind_name), attr.name
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_states_are_aliased_and_nothing_else(spec: OpSpec, creators: dict[str, Any]) -> None:
+    plugin = plugin_of(spec, creators)
+    names = [arg.name for arg in spec.inputs]
+    expected = [-1] * len(spec.outputs) + [names.index(arg.name) for arg in spec.states]
+    assert [plugin.get_aliased_input(index) for index in range(plugin.num_outputs)] == expected
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_attributes_survive_fields(spec: OpSpec, trt: Any) -> None:
+    attrs = attrs_of(spec)
+    fields = AttrFields(trt, spec, attrs)
+    back = attrs_from_fields(spec, fields.collection)
+    for attr in spec.attrs:
+        expected = torch.tensor(attrs[attr.name]).item() if attr.type == "float" else attrs[attr.name]
+        assert back[attr.name] == (list(expected) if attr.type == "int[]" else expected)
+
+
+def test_missing_attributes_are_named(trt: Any) -> None:
+    spec = all_specs()["moe"]
+    with pytest.raises(PluginError, match=r"q4e::moe: the node lacks the attributes num_experts_per_tok, norm_topk"):
+        attrs_from_fields(spec, trt.PluginFieldCollection([]))
+
+
+def plugin_of(spec: OpSpec, creators: dict[str, Any]) -> Any:
+    creator = creators[spec.name]
+    fields = AttrFields(load_trt("tensorrt-rtx"), spec, attrs_of(spec))
+    return creator.create_plugin(spec.name, fields.collection, None)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_creator_is_named_as_the_onnx_node(spec: OpSpec, creators: dict[str, Any]) -> None:
+    """And as no standard op: the parser would take that one."""
+    creator, plugin = creators[spec.name], plugin_of(spec, creators)
+    for part in (creator, plugin):
+        name = part.name if part is creator else part.plugin_name
+        assert (name, part.plugin_version, part.plugin_namespace) == (spec.onnx_op_type, str(spec.version), NAMESPACE)
+    assert not onnx.defs.has(spec.onnx_op_type)
+    assert [field.name for field in creator.field_names] == [attr.name for attr in spec.attrs]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_clone_is_the_same_plugin(spec: OpSpec, creators: dict[str, Any]) -> None:
+    plugin = plugin_of(spec, creators)
+    for copy in (plugin.clone(), plugin.attach_to_context(None)):
+        assert copy is not plugin
+        assert copy.spec is spec
+        assert (copy.attrs, copy.num_outputs) == (plugin.attrs, plugin.num_outputs)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_running_it_says_that_there_is_no_kernel(spec: OpSpec, creators: dict[str, Any]) -> None:
+    with pytest.raises(PluginError, match=f"{spec.qualified_name} has no CUDA kernel in this version"):
+        plugin_of(spec, creators).enqueue([], [], [], [], 0, 0)
+
+
+def test_creators_are_registered_once(trt: Any) -> None:
+    registered = register_creators(trt)
+    assert register_creators(trt) is registered
+    assert {creator.spec.name for creator in registered} == set(all_specs())

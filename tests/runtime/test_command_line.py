@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
+
+Capture = pytest.CaptureFixture[str]
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+def test_success_prints_nothing(capsys: Capture) -> None:
+    assert run_command("prog", lambda: None) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_error_is_one_line_whatever_its_message_has(capsys: Capture) -> None:
+    assert run_command("prog", lambda: raise_(BuildError("first:\n  second\nthird"))) == 2
+    assert capsys.readouterr() == ("", "prog: error: first: second third\n")
+
+
+def test_interrupt(capsys: Capture) -> None:
+    assert run_command("prog", lambda: raise_(KeyboardInterrupt())) == 130
+    assert capsys.readouterr() == ("", "prog: interrupted\n")
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run_command("prog", lambda: raise_(ZeroDivisionError()))
+
+
+def test_bad_arguments_are_one_line(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        OneLineParser(prog="prog").parse_args(["extra"])
+    assert caught.value.code == 2
+    assert capsys.readouterr() == ("", "prog: error: unrecognized arguments: extra; see prog --help\n")

@@ -1,0 +1,88 @@
+"""Slots and pages under load, after failures, and bundles that lack something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import bundles
+import pytest
+import torch
+from serving import assert_idle, generated, ids, observed_steps
+
+from qwen4exp_trt.errors import BundleError, RequestError
+from qwen4exp_trt.runtime import LLM, SamplingParams
+from qwen4exp_trt.runtime.backend import EagerBackend
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+TEXT = "the quick brown fox"
+
+
+def test_a_slot_and_its_pages_forget_the_sequence_before(tiny_bundle: Path) -> None:
+    prompt, other = ids(list(range(20, 50))), ids(list(range(200, 240)))
+    used, fresh = LLM(tiny_bundle, num_blocks=8), LLM(tiny_bundle, num_blocks=8)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    used.generate([other, other], params)
+    assert generated(used.generate(prompt, params)[0]) == generated(fresh.generate(prompt, params)[0])
+
+
+def test_few_pages_serve_many_requests_one_after_another(tiny_bundle: Path, llm: LLM) -> None:
+    small = LLM(tiny_bundle, num_blocks=3)
+    prompts = [ids([10 + index] * 12) for index in range(5)]
+    with observed_steps(small) as steps:
+        results = small.generate(prompts, GREEDY)
+    assert [generated(result) for result in results] == [generated(result) for result in llm.generate(prompts, GREEDY)]
+    assert max(len(step["seq_lens"]) for step in steps) == 1, "3 pages are one request of 18 tokens"
+    assert_idle(small)
+    with pytest.raises(RequestError, match=r"may take 25 tokens, 4 pages of the KV cache, but there are 3; lower"):
+        small.generate([prompts[0], ids([5] * 19)], GREEDY)
+    with pytest.raises(RequestError, match="may take 25 tokens"):
+        small.score([5] * 25)
+    assert_idle(small)
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 2.5, "4"])
+def test_bad_number_of_pages(tiny_bundle: Path, num_blocks: Any) -> None:
+    with pytest.raises(BundleError, match=f"num_blocks is {num_blocks!r}; the KV cache needs at least one page"):
+        LLM(tiny_bundle, num_blocks=num_blocks)
+
+
+def test_poisoned_weights_fail_the_request_and_leave_no_memory_taken(tiny_bundle: Path) -> None:
+    llm = LLM(tiny_bundle)
+    backend = llm.core.backend
+    assert isinstance(backend, EagerBackend)
+    (head,) = (weight for name, weight in backend.weights.items() if name.startswith("lm_head"))
+    healthy = head[0].clone()
+    head[0] = torch.nan
+    with pytest.raises(RequestError, match=r"NaN.*weights or states are damaged"):
+        llm.generate([TEXT, TEXT, TEXT, TEXT, TEXT], GREEDY)
+    assert_idle(llm)
+    head[0] = healthy
+    assert len(generated(llm.generate(TEXT, GREEDY)[0])) == 6
+
+
+def test_bundle_without_tokenizer_works_with_token_ids(tmp_path: Path, tiny_llm: LLM) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (checkpoint / name).symlink_to(
+            Path(tiny_llm.manifest.checkpoint.path if tiny_llm.manifest.checkpoint else "") / name
+        )
+    llm = LLM(bundles.build(checkpoint, tmp_path / "bundle"))
+    assert llm.default_sampling_params == SamplingParams()
+    assert llm.manifest.stop_token_ids == (bundles.ENDOFTEXT,)
+    (result,) = llm.generate(ids([5, 6, 7]), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1))
+    output = result.outputs[0]
+    assert (len(output.token_ids), output.text) == (4, "")
+    assert [
+        entry[token].decoded_token for entry, token in zip(output.logprobs or [], output.token_ids, strict=True)
+    ] == [None] * 4
+    assert [chunk.token_ids for chunk in llm.stream(ids([5, 6, 7]), GREEDY)][:4] == [
+        [token] for token in output.token_ids
+    ]
+    with pytest.raises(RequestError, match=r"no tokenizer; give the prompt as \{'prompt_token_ids': \[...\]\}"):
+        llm.generate(TEXT)
+    with pytest.raises(RequestError, match="stop needs text, but this bundle has no tokenizer; use stop_token_ids"):
+        llm.generate(ids([5]), SamplingParams(stop="x"))
+    with pytest.raises(RequestError, match="no chat template or no tokenizer; use generate with token ids"):
+        llm.chat([{"role": "user", "content": "Hi"}])

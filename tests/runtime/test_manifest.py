@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwen4exp_trt import __version__
+from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.manifest import FORMAT_VERSION, MANIFEST_FILE, CheckpointRef, FileRef, Manifest
+
+FIELDS = sorted(Manifest.__dataclass_fields__)
+
+
+def make_manifest(folder: Path) -> Manifest:
+    """The manifest of a bundle with two files, saved with them in ``folder``."""
+    (folder / "program").mkdir(parents=True)
+    (folder / "program" / "graph.py").write_text("graph")
+    (folder / "decoder.onnx").write_bytes(b"onnx")
+    names = ("program/graph.py", "decoder.onnx")
+    manifest = Manifest(
+        config={"hidden_size": 32},
+        precision="bfloat16",
+        target="sm121",
+        backend="tensorrt-rtx",
+        limits=EngineLimits(2, 64, 32, 16),
+        vocab_size=96,
+        stop_token_ids=(3, 5),
+        checkpoint=CheckpointRef("/somewhere", {"model.safetensors": 1234}),
+        plugins={name: spec.version for name, spec in all_specs().items()},
+        profiles={"decode": {"input_ids": [[1], [4], [8]]}},
+        passes=[{"name": "drop_dead_code", "rewrites": 3, "max_error": None}],
+        tools={"torch": "2.11"},
+        files={name: FileRef.of(folder / name) for name in names},
+    )
+    manifest.save(folder)
+    return manifest
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / MANIFEST_FILE
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(BundleError) as caught:
+        Manifest.load(folder).check_files(folder)
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    return str(caught.value)
+
+
+def test_saved_manifest_is_read_back(tmp_path: Path) -> None:
+    manifest = make_manifest(tmp_path)
+    assert Manifest.load(tmp_path) == manifest
+    manifest.check_files(tmp_path)
+    config_only = replace(manifest, checkpoint=None, target=None, backend=None)
+    config_only.save(tmp_path)
+    assert Manifest.load(tmp_path) == config_only
+
+
+def test_no_folder_and_no_bundle(tmp_path: Path) -> None:
+    assert "absent: no such folder; give a bundle that qwen4exp-build made" in refused(tmp_path / "absent")
+    assert f"not a bundle, it has no {MANIFEST_FILE}" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '"text"', "{}", '{"format_version": 1}', "\xff"])
+def test_damaged_json(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST_FILE).write_bytes(text.encode("latin-1"))
+    message = refused(tmp_path)
+    assert f"{MANIFEST_FILE}: damaged (" in message
+    assert message.endswith("build the bundle again")
+
+
+WRONG_VALUES = {
+    None: {"target", "backend", "checkpoint"},
+    "text": {"precision", "target", "backend"},
+    1.5: set(),
+    ("x",): {"passes"},
+}
+"""A value -> the fields that may have it."""
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(value, name) for value, allowed in WRONG_VALUES.items() for name in FIELDS if name not in allowed],
+)
+def test_field_of_another_type(tmp_path: Path, name: str, value: Any) -> None:
+    make_manifest(tmp_path)
+    change(tmp_path, **{name: value})
+    refused(tmp_path)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_field_that_is_missing_or_unknown(tmp_path: Path, name: str) -> None:
+    make_manifest(tmp_path)
+    path = tmp_path / MANIFEST_FILE
+    data = json.loads(path.read_text())
+    data[f"{name}_of_old"] = data.pop(name)
+    path.write_text(json.dumps(data))
+    assert name in refused(tmp_path)
+
+
+def test_limits_out_of_range_are_damage(tmp_path: Path) -> None:
+    make_manifest(tmp_path)
+    change(tmp_path, limits={"max_batch_size": 0, "max_seq_len": 64, "prefill_chunk": 32, "block_size": 16})
+    assert "damaged (BuildError('max_batch_size is 0" in refused(tmp_path)
+
+
+def test_other_versions(tmp_path: Path) -> None:
+    make_manifest(tmp_path)
+    change(tmp_path, package_version="0.0.9")
+    assert f"made by qwen4exp-trt 0.0.9 (bundle format {FORMAT_VERSION}), this is {__version__}" in refused(tmp_path)
+    change(tmp_path, package_version=__version__, format_version=FORMAT_VERSION + 1)
+    assert f"(bundle format {FORMAT_VERSION + 1})" in refused(tmp_path)
+
+
+def test_version_is_what_a_later_format_is_refused_for_whatever_else_it_has(tmp_path: Path) -> None:
+    text = json.dumps({"format_version": 99, "package_version": "9.0", "engines": []})
+    (tmp_path / MANIFEST_FILE).write_text(text)
+    assert "made by qwen4exp-trt 9.0 (bundle format 99)" in refused(tmp_path)
+
+
+def test_other_op_versions_are_named(tmp_path: Path) -> None:
+    plugins = make_manifest(tmp_path).plugins
+    first, second, *_ = sorted(plugins)
+    changed = {name: version for name, version in plugins.items() if name != second}
+    change(tmp_path, plugins=changed | {first: 99, "unknown_op": 1})
+    assert f"its ops {first}, {second}, unknown_op have other versions here" in refused(tmp_path)
+
+
+def test_missing_and_changed_files_are_all_named(tmp_path: Path) -> None:
+    make_manifest(tmp_path)
+    (tmp_path / "program" / "graph.py").unlink()
+    (tmp_path / "decoder.onnx").write_bytes(b"0nnx")
+    message = refused(tmp_path)
+    assert "damaged bundle: program/graph.py is missing, decoder.onnx was changed after the build" in message
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    make_manifest(tmp_path)
+    (tmp_path / "decoder.onnx").write_bytes(b"on")
+    assert "decoder.onnx was changed after the build" in refused(tmp_path)
