@@ -70,13 +70,17 @@ def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | No
 
 
 def allocate_states(specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int) -> dict[str, Tensor]:
-    """Every state buffer by name, filled with its initial value."""
+    """Every state buffer by name, filled with its initial value; `BundleError` if there is no memory for them."""
     extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
-    return {
-        spec.name: torch.full(
-            [extents[dim] if isinstance(dim, str) else dim for dim in spec.shape],
-            spec.init,
-            dtype=dtype_from_name(spec.dtype),
-        )
-        for spec in specs
-    }
+    shapes = [[extents[dim] if isinstance(dim, str) else dim for dim in spec.shape] for spec in specs]
+    try:
+        return {
+            spec.name: torch.full(shape, spec.init, dtype=dtype_from_name(spec.dtype))
+            for spec, shape in zip(specs, shapes, strict=True)
+        }
+    except RuntimeError as error:
+        needed = sum(spec.row_bytes * shape[0] for spec, shape in zip(specs, shapes, strict=True))
+        raise BundleError(
+            f"cannot allocate {needed / 2**30:,.1f} GiB for the states of {num_slots} sequences and {num_blocks} "
+            f"pages; load the bundle with a smaller num_blocks: {error}"
+        ) from error

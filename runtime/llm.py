@@ -22,7 +22,10 @@ from qwen4exp_trt.runtime.stopping import FinishReason
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
-"""Text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``."""
+"""Text, ``{"prompt": text}`` or ``{"prompt_token_ids": [...]}``.
+
+With text, ``"add_special_tokens": False`` keeps the tokenizer from adding its own, for text that has them already.
+"""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_files_are_copied_and_eos_ids_joined(checkpoint: Path, tmp_path: Path) -> None:
+    write_generation_config({"eos_token_id": bundles.IM_END})(checkpoint)
     found = TextFiles.from_dir(checkpoint, CONFIG)
     assert found.stop_token_ids == (bundles.IM_END, bundles.ENDOFTEXT)
     (tmp_path / "copy").mkdir()

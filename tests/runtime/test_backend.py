@@ -34,6 +34,13 @@ def test_states_have_the_extents_of_their_pools_and_their_initial_values() -> No
     assert (states["ids"] == -1).all()
 
 
+@pytest.mark.parametrize("num_blocks", [2**50, 2**62])
+def test_states_that_do_not_fit_in_memory(num_blocks: int) -> None:
+    spec = StateSpec("paged", StateKind.KV_CACHE, 0, (NUM_BLOCKS, 8, 2), "bfloat16")
+    with pytest.raises(BundleError, match=rf"GiB for the states of 3 sequences and {num_blocks} pages; load the"):
+        allocate_states((spec,), num_blocks, num_slots=3)
+
+
 def test_checkpoint_is_opened_where_it_was_or_is_said_to_be(tmp_path: Path) -> None:
     ref = write_checkpoint(tmp_path / "old")
     assert open_checkpoint(BUNDLE, ref, None).path == tmp_path / "old"
