@@ -9,9 +9,9 @@ from pathlib import Path
 
 from qwen4exp_trt.builder.build import BuildReport, build_bundle
 from qwen4exp_trt.builder.options import DEFAULT_BLOCK_SIZE, DEFAULT_PREFILL_CHUNK, PRECISIONS, BuildOptions
-from qwen4exp_trt.builder.trt_module import MODULE_OF_BACKEND
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND
 
 PROG = "qwen4exp-build"
 

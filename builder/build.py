@@ -17,7 +17,6 @@ from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.builder.profiles import Profile, optimization_profiles
 from qwen4exp_trt.builder.text_files import TextFiles
-from qwen4exp_trt.builder.trt_module import load_trt
 from qwen4exp_trt.builder.verify import check_memory, make_verifier, verify_onnx
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import ResolvedWeights, resolve_weights
@@ -28,8 +27,9 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE, PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import save_program
+from qwen4exp_trt.runtime.trt_module import load_trt
 
-_TOOLS = ("torch", "onnx", "onnx-graphsurgeon")
+_TOOLS = ("torch", "onnx")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _compile(
             config, precision, options.block_size, lambda name: stage(f"{name} ({precision})"), pass_verifier
         )
         stage(f"run onnx ({precision})")
-        errors[precision] = verify_onnx(compiled.program, compiled.onnx_model, verifier, precision)
+        errors[precision] = verify_onnx(compiled.program, compiled.onnx_model, verifier)
         return compiled
 
     verified = compile_verified("float32", verifier)

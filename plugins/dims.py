@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 Dim = int | str
@@ -17,7 +17,7 @@ Dim = int | str
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(expression: str) -> ast.expr:
     return ast.parse(expression, mode="eval").body
 

@@ -45,10 +45,15 @@ def dilated_causal_conv(extended: Tensor, weight: Tensor, dilation: int) -> Tens
     """Depthwise causal convolution in float32: ``extended`` ``[B, (K-1)*dilation + L, C]`` -> ``[B, L, C]``."""
     kernel_size = weight.shape[1]
     length = extended.shape[1] - (kernel_size - 1) * dilation
-    taps = [extended[:, j * dilation : j * dilation + length].float() * weight[:, j].float() for j in range(kernel_size)]
+    taps = [
+        extended[:, j * dilation : j * dilation + length].float() * weight[:, j].float() for j in range(kernel_size)
+    ]
     return torch.stack(taps).sum(0)
 
 
 def gather_pages(cache: Tensor, block_table: Tensor, num_seqs: int) -> Tensor:
-    """Paged rows of each sequence: ``cache`` ``[NB, P, ...]`` -> ``[num_seqs, MB * P, ...]``; unused pages read block 0."""
+    """Paged rows of each sequence: ``cache`` ``[NB, P, ...]`` -> ``[num_seqs, MB * P, ...]``.
+
+    A table entry of -1 reads block 0, whose rows the caller masks.
+    """
     return cache[block_table[:num_seqs].long().clamp_min(0)].flatten(1, 2)

@@ -34,7 +34,7 @@ def sample_batch(
 
 
 def sample_block_table(seq_lens: Tensor, block_size: int, generator: Generator) -> tuple[Tensor, int]:
-    """A block table ``[B, MB]`` whose blocks are scattered through a pool, and the pool's size. Unused entries are -1."""
+    """A block table ``[B, MB]`` of blocks scattered through a pool, -1 where unused, and the pool's size."""
     needed = [-(-int(n) // block_size) for n in seq_lens]
     pool = sum(needed) + 2
     order = iter(torch.randperm(pool, generator=generator).tolist())

@@ -11,7 +11,9 @@ from qwen4exp_trt.plugins.sample_batches import normal, sample_batch
 from qwen4exp_trt.plugins.spec import Case
 
 
-def _case(name: str, query_lens: Sequence[int], context_lens: Sequence[int], kernel_size: int = 4, **padding: int) -> Case:
+def _case(
+    name: str, query_lens: Sequence[int], context_lens: Sequence[int], kernel_size: int = 4, **padding: int
+) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
         batch = sample_batch(query_lens, context_lens, **padding)
         tokens, slots, channels = batch.pop("T"), batch.pop("num_slots"), 48

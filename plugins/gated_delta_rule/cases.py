@@ -13,7 +13,9 @@ from qwen4exp_trt.plugins.spec import Case
 HK, HV, K, V = 2, 6, 16, 24
 
 
-def _case(name: str, query_lens: Sequence[int], context_lens: Sequence[int], gate: str = "sigmoid", **padding: int) -> Case:
+def _case(
+    name: str, query_lens: Sequence[int], context_lens: Sequence[int], gate: str = "sigmoid", **padding: int
+) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
         batch = sample_batch(query_lens, context_lens, **padding)
         tokens, slots = batch.pop("T"), batch.pop("num_slots")

@@ -14,7 +14,9 @@ MULTIPLIERS = (23703573157769, 20109073645365, 8052911324071, 91)
 EOS = 7
 
 
-def _case(name: str, query_lens: Sequence[int], context_lens: Sequence[int], ngram_size: int = 3, **padding: int) -> Case:
+def _case(
+    name: str, query_lens: Sequence[int], context_lens: Sequence[int], ngram_size: int = 3, **padding: int
+) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
         batch = sample_batch(query_lens, context_lens, **padding)
         tokens, slots = batch.pop("T"), batch.pop("num_slots")

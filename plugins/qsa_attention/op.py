@@ -25,7 +25,7 @@ def store_kv(batch: PackedBatch, k: Tensor, v: Tensor, kv_cache: Tensor, block_t
 
 
 def selection_mask(selected: Tensor, positions: Tensor, num_keys: int, compress_ratio: int) -> Tensor:
-    """Which keys each query may read: ``selected`` ``[B, L, G]``, ``positions`` ``[B, L]`` -> bool ``[B, L, num_keys]``.
+    """Keys that each query may read: ``selected`` ``[B, L, G]``, ``positions`` ``[B, L]`` -> bool ``[B, L, num_keys]``.
 
     A query at position p reads the keys of its selected groups and the tail, keys from the last complete group on.
     """

@@ -17,7 +17,9 @@ def inv_freq(rotary_dim: int) -> torch.Tensor:
     return 10000.0 ** -(torch.arange(0, rotary_dim, 2).float() / rotary_dim)
 
 
-def _case(name: str, query_lens: Sequence[int], context_lens: Sequence[int], spread: bool = False, **padding: int) -> Case:
+def _case(
+    name: str, query_lens: Sequence[int], context_lens: Sequence[int], spread: bool = False, **padding: int
+) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
         batch = sample_batch(query_lens, context_lens, **padding)
         table, pool = sample_block_table(batch["seq_lens"], BLOCK_SIZE, generator)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 
-def norm_and_rotate(x: Tensor, gain: Tensor, position: Tensor, inv_freq: Tensor, section: Sequence[int], eps: float) -> Tensor:
+def norm_and_rotate(
+    x: Tensor, gain: Tensor, position: Tensor, inv_freq: Tensor, section: Sequence[int], eps: float
+) -> Tensor:
     """RMSNorm of one head, then NeoX rotation with interleaved MRoPE at one (temporal, height, width) position."""
     x = x / torch.sqrt((x * x).mean() + eps) * gain
     out, half = x.clone(), len(inv_freq)

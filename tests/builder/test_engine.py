@@ -14,7 +14,6 @@ from model_zoo import tiny_config_dict
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
 from qwen4exp_trt.builder.lower import lower_program
 from qwen4exp_trt.builder.profiles import Profile, ShapeRange, optimization_profiles
-from qwen4exp_trt.builder.trt_module import load_trt
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
@@ -23,6 +22,7 @@ from qwen4exp_trt.passes.pipeline import PIPELINE
 from qwen4exp_trt.plugins.spec import NAMESPACE
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.trt_module import load_trt
 
 pytestmark = pytest.mark.trt
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.plugins.spec import Case, OpSpec
-from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 CASES = [
     pytest.param(spec, case, dtype, id=f"{spec.name}-{case.name}-{str(dtype).removeprefix('torch.')}")
@@ -56,7 +57,9 @@ def errors_of(spec: OpSpec, args: list[Any], run: Any) -> dict[str, float]:
     oracle_args, args = clone(args, upcast=True), clone(args)
     expected, got = as_tuple(spec.reference(*oracle_args)), as_tuple(run(*args))
     names = [arg.name for arg in spec.inputs]
-    rows = int(args[names.index("query_start_loc")][int(args[names.index("num_seqs")])]) if "num_seqs" in names else None
+    rows = (
+        int(args[names.index("query_start_loc")][int(args[names.index("num_seqs")])]) if "num_seqs" in names else None
+    )
     errors = {arg.name: rms_error(e[:rows], g[:rows]) for arg, e, g in zip(spec.outputs, expected, got, strict=True)}
     for index, arg in enumerate(spec.inputs):
         if arg.mutated:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine
 from qwen4exp_trt.builder.onnx_graph import ONNX_DTYPES, OPSET, PLUGIN_OPSET
-from qwen4exp_trt.builder.trt_module import load_trt
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec
 from qwen4exp_trt.plugins.tensorrt import AttrFields, attrs_from_fields, make_creators, register_creators
+from qwen4exp_trt.runtime.trt_module import load_trt
 
 pytestmark = pytest.mark.trt
 
