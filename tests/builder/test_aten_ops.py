@@ -29,6 +29,7 @@ SHAPES: dict[str, tuple[int | str, ...]] = {
     "y": ("T", 6),
     "cube": ("T", 2, 6),
     "thin": ("T", 1, 6),
+    "block": (4, 2, 6),
     "m": (5, 6),
     "bias": (5,),
     "rows": ("L",),
@@ -53,7 +54,7 @@ OPS: dict[str, Function] = {
     "linear": lambda x, m: aten.linear.default(x, m),
     "linear with bias": lambda x, m, bias: aten.linear.default(x, m, bias),
     "mm": lambda x, m: aten.mm.default(x, aten.t.default(m)),
-    "matmul": lambda cube, m: aten.matmul.default(cube, aten.transpose.int(m, 0, 1)),
+    "matmul": lambda x, m: aten.matmul.default(x, aten.transpose.int(m, 0, 1)),
     "embedding": lambda m, rows: aten.embedding.default(m, rows),
     "index_select of rows": lambda x, rows: aten.index_select.default(x, 0, rows),
     "index_select of columns": lambda x, rows: aten.index_select.default(x, -1, rows),
@@ -163,7 +164,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
         lambda x: aten.slice.Tensor(x, 0, 0, aten.sym_size.int(x, 0)),
         "slice_tensor: .* known only at run time",
     ),
-    "linear of a cube": (lambda cube, m: aten.linear.default(cube, m), "linear_default: linear is lowered for"),
+    "linear of a cube": (lambda block, m: aten.linear.default(block, m), "linear_default: linear is lowered for"),
 }
 
 
