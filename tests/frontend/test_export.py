@@ -17,7 +17,7 @@ from qwen4exp_trt.frontend.ngram import ngram_hash
 from qwen4exp_trt.frontend.states import state_specs
 from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.passes.legality import check_legality
-from qwen4exp_trt.passes.verification import batch_samples, random_source, run_sample
+from qwen4exp_trt.passes.verification import batch_samples, initial_states, random_source, run_sample
 from qwen4exp_trt.plugins.registry import all_specs, spec_of
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, is_getitem, path_from_identifier
 from qwen4exp_trt.runtime.program_text import ATEN_OPS, format_program, op_name
@@ -123,21 +123,17 @@ def test_the_program_computes_what_the_model_does(tiny: Program) -> None:
     dtype = tiny.outputs[0].dtype
     source = random_source(tiny.weights)
     weights = {spec.name: materialize_weight(spec, source) for spec in tiny.weights}
-    states = state_specs(TINY, dtype, BLOCK_SIZE)
-    model = TextModel(TINY, states)
+    model = TextModel(TINY, state_specs(TINY, dtype, BLOCK_SIZE))
     model.load_state_dict(weights, assign=True)
     for sample in batch_samples(TINY.vocab_size, BLOCK_SIZE, 16):
         expected = run_sample(tiny, sample, weights)
-        state_tensors = [
-            torch.full([sample.extents.get(d, d) for d in spec.shape], 7, dtype=getattr(torch, spec.dtype))
-            for spec in states
-        ]
+        model_states = initial_states(tiny, sample)
         with torch.inference_mode():
-            logits = [model(*step.values(), state_tensors) for step in sample.steps]
+            logits = [model(*step.values(), list(model_states.values())) for step in sample.steps]
         for index, value in enumerate(logits):
             assert torch.equal(value, expected[f"logits of step {index}"])
-        for spec, value in zip(states, state_tensors, strict=True):
-            assert torch.equal(value, expected[spec.name]), spec.name
+        for name, value in model_states.items():
+            assert torch.equal(value, expected[name]), name
 
 
 def test_recipes_can_be_pointed_at_a_checkpoint(tiny: Program) -> None:

@@ -33,7 +33,7 @@ from qwen4exp_trt.runtime.weights import materialize_weight
 
 
 class Block(nn.Module):
-    """Every form of argument that the text has: values, lists, negative and other numbers, strings, dtypes, results."""
+    """Values, lists, numbers of either sign, dtypes and one of several results as arguments."""
 
     def __init__(self) -> None:
         super().__init__()
