@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,6 @@ from torch import Tensor, fx
 
 from qwen4exp_trt.builder.onnx_graph import ONNX_DTYPES, OnnxGraph
 from qwen4exp_trt.errors import BuildError
-
-_INT64_MAX = torch.iinfo(torch.int64).max
 
 
 @dataclass(frozen=True)
@@ -109,11 +106,6 @@ def _index_select(site: Site, x: fx.Node, dim: int, index: fx.Node) -> None:
     site.emit("Gather", x, index, axis=site.axis(dim))
 
 
-def _select(site: Site, x: fx.Node, dim: int, index: int) -> None:
-    constant = site.graph.add_constant(f"{site.path}.index", torch.tensor(site.int(index)))
-    site.emit("Gather", x, constant, axis=site.axis(dim))
-
-
 def _cat(site: Site, tensors: Sequence[fx.Node], dim: int = 0) -> None:
     parts = [site.operand(f"part{i}", tensor, site.dtype) for i, tensor in enumerate(tensors)]
     site.emit("Concat", *parts, axis=site.int(dim) % site.node.meta["val"].dim())
@@ -125,100 +117,32 @@ def _linear(site: Site, x: fx.Node, weight: fx.Node, bias: fx.Node | None = None
     site.emit("Gemm", x, weight, *([] if bias is None else [bias]), transB=1)
 
 
-def _matmul(site: Site, left: fx.Node, right: fx.Node) -> None:
-    site.emit("MatMul", left, right)
-
-
 def _unsqueeze(site: Site, x: fx.Node, dim: int) -> None:
     site.emit("Unsqueeze", x, site.ints("axes", [site.int(dim) % site.node.meta["val"].dim()]))
 
 
-def _squeeze(site: Site, x: fx.Node, dims: int | Sequence[int]) -> None:
-    axes = [site.axis(dim) for dim in ([dims] if isinstance(dims, int) else dims)]
-    ones = [axis for axis in axes if x.meta["val"].shape[axis] == 1]  # torch keeps the others
-    if ones:
-        site.emit("Squeeze", x, site.ints("axes", ones))
-    else:
-        site.emit("Identity", x)
-
-
-def _reshape(site: Site, x: fx.Node, shape: Sequence[Any]) -> None:
-    """At most one extent may be dynamic: it is what the others leave."""
-    inferred = [-1 if isinstance(extent, fx.Node) else extent for extent in shape]
-    if inferred.count(-1) > 1:
-        raise BuildError(f"{site.path}: reshape to {list(shape)} has more than one dynamic extent; split it in a pass")
-    site.emit("Reshape", x, site.ints("shape", inferred))
-
-
-def _flatten(site: Site, x: fx.Node, start_dim: int = 0, end_dim: int = -1) -> None:
-    extents = list(x.meta["val"].shape)
-    start, end = site.axis(start_dim), site.axis(end_dim)
-    merged = extents[start : end + 1]
-    middle = math.prod(merged) if all(isinstance(extent, int) for extent in merged) else -1
-    outer = [extent if isinstance(extent, int) else -1 for extent in (*extents[:start], *extents[end + 1 :])]
-    _reshape(site, x, [*outer[:start], middle, *outer[start:]])
-
-
-def _permute(site: Site, x: fx.Node, dims: Sequence[int]) -> None:
-    site.emit("Transpose", x, perm=[site.axis(dim) for dim in dims])
-
-
-def _transpose(site: Site, x: fx.Node, dim0: int, dim1: int) -> None:
-    order = list(range(x.meta["val"].dim()))
-    first, second = site.axis(dim0), site.axis(dim1)
-    order[first], order[second] = second, first
-    _permute(site, x, order)
-
-
-def _slice(
-    site: Site, x: fx.Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> None:
-    bounds = {"starts": start or 0, "ends": _INT64_MAX if end is None else end, "axes": site.axis(dim), "steps": step}
-    site.emit("Slice", x, *(site.ints(part, [value]) for part, value in bounds.items()))
-
-
-def _split(site: Site, x: fx.Node, sizes: Sequence[int], dim: int = 0) -> None:
-    site.emit("Split", x, site.ints("sizes", sizes), axis=site.axis(dim))
+def _view(site: Site, x: fx.Node, shape: Sequence[Any]) -> None:
+    site.emit("Reshape", x, site.ints("shape", shape))
 
 
 def _elementwise(op_type: str) -> Lowering:
     return lambda site, x, **_: site.emit(op_type, x)
 
 
-def _emit_nothing(site: Site, *_: Any) -> None:
-    """A size that shapes mention; see `_reshape`."""
-
-
 _ATEN: Any = torch.ops.aten
 
 ATEN_TO_ONNX: dict[Any, Lowering] = {
-    _ATEN._to_copy.default: _cast,
     _ATEN.add.Tensor: _arithmetic("Add"),
     _ATEN.cat.default: _cat,
-    _ATEN.clone.default: _elementwise("Identity"),
     _ATEN.div.Tensor: _arithmetic("Div"),
     _ATEN.embedding.default: _embedding,
-    _ATEN.flatten.using_ints: _flatten,
     _ATEN.index_select.default: _index_select,
     _ATEN.linear.default: _linear,
-    _ATEN.matmul.default: _matmul,
-    _ATEN.mm.default: _matmul,
     _ATEN.mul.Tensor: _arithmetic("Mul"),
-    _ATEN.permute.default: _permute,
-    _ATEN.reshape.default: _reshape,
-    _ATEN.select.int: _select,
     _ATEN.sigmoid.default: _elementwise("Sigmoid"),
     _ATEN.silu.default: _elementwise("Swish"),
-    _ATEN.slice.Tensor: _slice,
-    _ATEN.split_with_sizes.default: _split,
-    _ATEN.squeeze.dim: _squeeze,
-    _ATEN.squeeze.dims: _squeeze,
-    _ATEN.sub.Tensor: _arithmetic("Sub"),
-    _ATEN.sym_size.int: _emit_nothing,
-    _ATEN.t.default: lambda site, x: _permute(site, x, (1, 0)),
     _ATEN.to.dtype: _cast,
-    _ATEN.transpose.int: _transpose,
     _ATEN.unsqueeze.default: _unsqueeze,
-    _ATEN.view.default: _reshape,
+    _ATEN.view.default: _view,
 }
-"""ATen overload -> its lowering. An op that is not here fails the build by name."""
+"""ATen overload -> its lowering: one for each of `runtime.program_text.ATEN_OPS`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import onnx
 
@@ -35,12 +34,11 @@ def compile_program(
     block_size: int,
     stage: Stage,
     verifier: Verifier | None = None,
-    dump_dir: Path | None = None,
 ) -> CompiledProgram:
     """Trace, transform and lower. ``verifier`` executes the program before and after each pass."""
     stage("export")
     program = export_program(config, precision, block_size)
     stage("passes")
-    program, results = PassManager(PIPELINE, verifier, dump_dir).run(program)
+    program, results = PassManager(PIPELINE, verifier).run(program)
     stage("lower")
     return CompiledProgram(program, lower_program(program), results)

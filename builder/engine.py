@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -15,9 +15,6 @@ from qwen4exp_trt.builder.layers import REPORT_START, layer_report
 from qwen4exp_trt.builder.profiles import Profile
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.plugins.tensorrt import register_creators
-
-Progress = Callable[[str, int, int], None]
-"""Called with a phase of the build, the steps of it that are done, and how many it has."""
 
 _MIN_ENGINE_BYTES = 4096
 """An engine of one node is larger. A builder that ran out of memory may report success and return a stump."""
@@ -40,7 +37,6 @@ def build_engine(
     model: onnx.ModelProto,
     profiles: Mapping[str, Profile],
     target: str = "sm121",
-    progress: Progress | None = None,
 ) -> EngineBuild:
     """Build ``model`` for the GPU architecture ``target`` with the given TensorRT module.
 
@@ -53,8 +49,6 @@ def build_engine(
     config = _builder_config(trt, builder, target)
     _parse(trt, model, network, log)
     _add_profiles(builder, network, config, profiles, log)
-    if progress is not None:
-        config.progress_monitor = _monitor_class(trt)(progress)
     serialized = builder.build_serialized_network(network, config)
     if serialized is None or serialized.nbytes < _MIN_ENGINE_BYTES:
         size = "no engine" if serialized is None else f"an engine of {serialized.nbytes} bytes"
@@ -148,26 +142,3 @@ def _logger_class(trt: ModuleType) -> type:
             return "; ".join(dict.fromkeys(map(_one_line, self.errors))) or "TensorRT logged no error"
 
     return Log
-
-
-@cache
-def _monitor_class(trt: ModuleType) -> type:
-    class Monitor(trt.IProgressMonitor):
-        """Passes on the steps of every phase."""
-
-        def __init__(self, progress: Progress) -> None:
-            trt.IProgressMonitor.__init__(self)
-            self.progress, self.totals = progress, {}
-
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            self.totals[phase_name] = num_steps
-            self.progress(phase_name, 0, num_steps)
-
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            self.progress(phase_name, step + 1, self.totals[phase_name])
-            return True
-
-        def phase_finish(self, phase_name: str) -> None:
-            self.progress(phase_name, self.totals[phase_name], self.totals[phase_name])
-
-    return Monitor

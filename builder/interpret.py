@@ -65,20 +65,11 @@ def _attr_value(value: Any) -> Any:
 
 
 def _gather(x: Tensor, indices: Tensor, axis: int) -> Tensor:
-    from_front = torch.where(indices < 0, indices + x.shape[axis], indices)
-    picked = x.index_select(axis, from_front.reshape(-1))
-    return picked.reshape(*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :])
+    return x.index_select(axis, indices)
 
 
 def _gemm(a: Tensor, b: Tensor, bias: Tensor | None = None, *, transB: int) -> Tensor:
     return torch.nn.functional.linear(a, b if transB else b.T, bias)
-
-
-def _slice(x: Tensor, starts: Tensor, ends: Tensor, axes: Tensor, steps: Tensor) -> Tensor:
-    index = [slice(None)] * x.dim()
-    for axis, *bounds in zip(axes.tolist(), starts.tolist(), ends.tolist(), steps.tolist(), strict=True):
-        index[axis] = slice(*bounds)
-    return x[tuple(index)]
 
 
 def _unsqueeze(x: Tensor, axes: Tensor) -> Tensor:
@@ -100,17 +91,10 @@ ONNX_TO_TORCH: dict[str, Callable[..., Tensor | Sequence[Tensor]]] = {
     "Div": _divide,
     "Gather": _gather,
     "Gemm": _gemm,
-    "Identity": torch.clone,
-    "MatMul": torch.matmul,
     "Mul": torch.mul,
     "Reshape": lambda x, shape: x.reshape(shape.tolist()),
     "Sigmoid": torch.sigmoid,
-    "Slice": _slice,
-    "Split": lambda x, sizes, axis: x.split(sizes.tolist(), axis),
-    "Squeeze": lambda x, axes: x.squeeze(axes.tolist()),
-    "Sub": torch.sub,
     "Swish": torch.nn.functional.silu,
-    "Transpose": lambda x, perm: x.permute(perm),
     "Unsqueeze": _unsqueeze,
 }
 """ONNX op -> torch function of (operands, **attributes), for every op that the lowering writes."""

@@ -20,7 +20,7 @@ from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.plugins.registry import spec_of
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec
 from qwen4exp_trt.runtime.program import Program, is_getitem, path_from_identifier
-from qwen4exp_trt.runtime.specs import Dim, StateSpec
+from qwen4exp_trt.runtime.specs import Dim
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 
@@ -41,7 +41,6 @@ class _ProgramLowering:
         self.value_names = _name_values(program)
         placeholders = program.placeholders()
         self.states = {placeholders[spec.name]: spec for spec in program.states}
-        self.writers = _writers_of_states(program, self.states)
         self.readers: dict[str, list[str]] = defaultdict(list)
         self.versions = {node: spec.name for node, spec in self.states.items()}
 
@@ -55,7 +54,7 @@ class _ProgramLowering:
             self.graph.outputs.append(value_info(spec.name, dtype_from_name(spec.dtype), spec.shape))
         for spec in self.program.states:
             self.graph.outputs.append(value_info(spec.out_name, dtype_from_name(spec.dtype), spec.shape))
-        self._check_single_readers()
+        self._check_state_updates()
         return self.graph.to_model("decoder")
 
     def _lower_call(self, node: fx.Node) -> None:
@@ -69,15 +68,15 @@ class _ProgramLowering:
             ATEN_TO_ONNX[node.target](site, *node.args, **node.kwargs)
         else:
             raise BuildError(
-                f"{path}: the op {node.target} cannot be lowered to ONNX; rewrite it in a pass, or add it to the table "
-                f"in builder/aten_ops.py and to builder/interpret.py"
+                f"{path}: the op {node.target} cannot be lowered to ONNX; rewrite it in a pass, or add it to "
+                f"runtime/program_text.py, builder/aten_ops.py and builder/interpret.py"
             )
 
     def _lower_plugin(self, node: fx.Node, path: str, spec: OpSpec, outputs: list[str]) -> None:
         operands, attrs = spec.split_args(node.args)
         inputs = [self._read(operand, path) for operand in operands.values()]
         for arg in spec.states:
-            outputs.append(self._write(operands[arg.name], node))
+            outputs.append(self._write(operands[arg.name], path))
         attrs["plugin_version"] = str(spec.version)
         self.graph.add_node(path, spec.onnx_op_type, inputs, outputs, domain=NAMESPACE, **attrs)
 
@@ -89,11 +88,13 @@ class _ProgramLowering:
         self.readers[version].append(path)
         return version
 
-    def _write(self, state: fx.Node, writer: fx.Node) -> str:
-        """The name of the version of ``state`` that ``writer`` makes."""
-        spec, writers = self.states[state], self.writers[state]
-        number = writers.index(writer) + 1
-        self.versions[state] = spec.out_name if number == len(writers) else f"{spec.name}.v{number}"
+    def _write(self, state: fx.Node, path: str) -> str:
+        """The name of the updated ``state`` that the node at ``path`` makes."""
+        if state not in self.states:
+            raise BuildError(f"{path} updates {state}, which is not a state")
+        if self.versions[state] == self.states[state].out_name:
+            raise BuildError(f"{path} updates state {self.states[state].name}, which another op has updated before")
+        self.versions[state] = self.states[state].out_name
         return self.versions[state]
 
     def _declare_values(self, node: fx.Node) -> list[str]:
@@ -109,17 +110,17 @@ class _ProgramLowering:
     def _dim(self, extent: Any) -> Dim:
         return extent if isinstance(extent, int) else self.dim_names.get(str(extent), str(extent))
 
-    def _check_single_readers(self) -> None:
-        """TensorRT runs an aliased update in place only when nobody else reads the version it replaces."""
+    def _check_state_updates(self) -> None:
+        """TensorRT updates a state in place only if one node updates it and nobody else reads the old value."""
         for state, spec in self.states.items():
-            replaced = [spec.name] + [f"{spec.name}.v{n}" for n in range(1, len(self.writers[state]))]
-            for version in replaced:
-                if len(self.readers[version]) != 1:
-                    raise BuildError(
-                        f"state {spec.name}: its value {version} is read by {', '.join(self.readers[version])}; "
-                        f"the op that updates a state must be the only reader of the value it replaces, once; "
-                        f"let the others read the state after the update"
-                    )
+            if self.versions[state] != spec.out_name:
+                raise BuildError(f"state {spec.name} is updated by no op; drop it from the program's states")
+            readers = self.readers[spec.name]
+            if len(readers) != 1:
+                raise BuildError(
+                    f"state {spec.name} is read by {', '.join(readers)} before it is updated; the op that updates it "
+                    f"must be the only one, so let the others read the state after the update"
+                )
 
 
 def _name_values(program: Program) -> dict[fx.Node, list[str]]:
@@ -142,23 +143,3 @@ def _name_values(program: Program) -> dict[fx.Node, list[str]]:
             for user in node.users:
                 names[user] = [names[node][user.args[1]]]  # type: ignore[index]
     return names
-
-
-def _writers_of_states(program: Program, states: dict[fx.Node, StateSpec]) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes that update each state, in order; at least one."""
-    writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-    for node in program.calls():
-        spec = spec_of(node.target)
-        if spec is None:
-            continue
-        operands, _ = spec.split_args(node.args)
-        for arg in spec.states:
-            operand = operands[arg.name]
-            if operand not in states:
-                path = path_from_identifier(node.name)
-                raise BuildError(f"{path}: {spec.qualified_name} updates {arg.name} = {operand}, which is not a state")
-            writers[operand].append(node)
-    for node, spec in states.items():
-        if node not in writers:
-            raise BuildError(f"state {spec.name} is updated by no op; drop it from the program's states")
-    return writers

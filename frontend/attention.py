@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.modules import Q4E, Batch, Linear, States, Weight, ZeroCenteredGain
+from qwen4exp_trt.frontend.modules import Q4E, Batch, ConvWeight, Linear, States, Weight, ZeroCenteredGain
 from qwen4exp_trt.runtime.specs import StateKind
 
 
@@ -22,7 +22,7 @@ class GatedDeltaNet(nn.Module):
         self.in_proj_z = Linear(config.linear_value_dim, hidden)
         self.in_proj_b = Linear(heads, hidden)
         self.in_proj_a = Linear(heads, hidden)
-        self.conv1d = Weight(config.linear_conv_dim, 1, config.linear_conv_kernel_dim)
+        self.conv1d = ConvWeight(config.linear_conv_dim, config.linear_conv_kernel_dim)
         self.A_log = nn.Parameter(torch.empty(heads), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(heads), requires_grad=False)
         self.norm = Weight(config.linear_value_head_dim)
@@ -32,9 +32,8 @@ class GatedDeltaNet(nn.Module):
         """``x`` ``[T, H]`` -> ``[T, H]``."""
         qkvz = torch.cat([self.in_proj_qkv(x), self.in_proj_z(x)], -1)
         ba = torch.cat([self.in_proj_b(x), self.in_proj_a(x)], -1)
-        conv_weight = self.conv1d.weight.view(self.conv1d.weight.shape[0], self.conv1d.weight.shape[2])
         conv_state = states[self.layer, StateKind.CONV_STATE]
-        conv_out = Q4E.causal_conv1d(qkvz, conv_weight, conv_state, *batch.slots)
+        conv_out = Q4E.causal_conv1d(qkvz, self.conv1d(), conv_state, *batch.slots)
         out = Q4E.gated_delta_rule(
             conv_out,
             qkvz,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from qwen4exp_trt.errors import ConfigError
 from qwen4exp_trt.frontend.config_rules import FULL_ATTENTION, LINEAR_ATTENTION, check_config, is_int, require
+from qwen4exp_trt.runtime.json_files import read_json_object
 
 MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next", "qwen3_8_flash_next_text")
 """The public spellings, of the multimodal config and of its text part."""
@@ -149,13 +149,7 @@ class ModelConfig:
     @classmethod
     def from_file(cls, path: str | Path) -> ModelConfig:
         """Read a config.json."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot read the model's config: {error.strerror}") from error
-        except ValueError as error:
-            raise ConfigError(f"{path}: not a JSON file: {error}") from error
-        return cls.from_dict(data, str(path))
+        return cls.from_dict(read_json_object(Path(path), ConfigError), str(path))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str) -> ModelConfig:

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
 
 from qwen4exp_trt.frontend.attention import GatedDeltaNet, QsaAttention
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.modules import Batch, HyperConnection, Linear, SparseMoe, States, Weight, combine
+from qwen4exp_trt.frontend.modules import (
+    Batch,
+    Embedding,
+    HyperConnection,
+    HyperConnectionMixer,
+    Linear,
+    SparseMoe,
+    States,
+)
 from qwen4exp_trt.frontend.ple import Ple
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.specs import StateSpec
@@ -27,8 +34,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.attn_hyper_connection = HyperConnection(config, injects=True)
-        self.mlp_hyper_connection = HyperConnection(config, injects=True)
+        self.attn_hyper_connection = HyperConnection(config)
+        self.mlp_hyper_connection = HyperConnection(config)
         self.is_linear = config.is_linear(layer)
         if self.is_linear:
             self.linear_attn = GatedDeltaNet(config, layer)
@@ -40,17 +47,17 @@ class DecoderLayer(nn.Module):
     def forward(
         self, stack: Tensor, inv_freq: Tensor, no_selection: Tensor, batch: Batch, states: States
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The stack before the last combine, with that combine's operands (see `combine`)."""
+        """The stack before the last combine, with that combine's operands (see `Combine`)."""
         if self.ple is not None:
             stack = self.ple(stack, batch, states)
-        normed, mixed = self.attn_hyper_connection(stack)
+        mixed, inject = self.attn_hyper_connection(stack)
         if self.is_linear:
             y = self.linear_attn(mixed, batch, states)
         else:
             y = self.self_attn(mixed, inv_freq, no_selection, batch, states)
-        stack = combine(stack, y, self.attn_hyper_connection.inject(normed))
-        normed, mixed = self.mlp_hyper_connection(stack)
-        return stack, self.mlp(mixed), self.mlp_hyper_connection.inject(normed)
+        stack = self.attn_hyper_connection.combine(stack, y, inject)
+        mixed, inject = self.mlp_hyper_connection(stack)
+        return stack, self.mlp(mixed, batch), inject
 
 
 class TextModel(nn.Module):
@@ -63,9 +70,9 @@ class TextModel(nn.Module):
         super().__init__()
         all_specs()
         self.hc_count, self.state_keys = config.hc_count, [(spec.layer, spec.kind) for spec in states]
-        self.embed_tokens = Weight(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
-        self.hyper_connection_mixer = HyperConnection(config, injects=False)
+        self.hyper_connection_mixer = HyperConnectionMixer(config)
         self.lm_head = Linear(config.vocab_size, config.hidden_size)
         self.register_buffer("inv_freq", rotary_frequencies(config))
         self.register_buffer("no_selection", torch.full((1, 1), -1, dtype=torch.int32))
@@ -84,12 +91,14 @@ class TextModel(nn.Module):
     ) -> Tensor:
         batch = Batch(input_ids, positions, query_start_loc, seq_lens, slot_ids, block_table, num_seqs, logits_indices)
         by_key = dict(zip(self.state_keys, states, strict=True))
-        stack = torch.cat([embedding(input_ids, self.embed_tokens.weight)] * self.hc_count, -1)
+        shared = (self.inv_freq, self.no_selection, batch, by_key)
         first, *others = self.layers
-        stack, y, inject = first(stack, self.inv_freq, self.no_selection, batch, by_key)
+        stack = torch.cat([self.embed_tokens(input_ids)] * self.hc_count, -1)
+        stack, y, inject = first(stack, *shared)
+        combine = first.mlp_hyper_connection.combine
         for layer in others:
-            stack, y, inject = layer(combine(stack, y, inject), self.inv_freq, self.no_selection, batch, by_key)
+            stack, y, inject = layer(combine(stack, y, inject), *shared)
+            combine = layer.mlp_hyper_connection.combine
         # Only the rows whose logits are asked for are combined and mixed.
         stack, y, inject = (rows.index_select(0, logits_indices) for rows in (stack, y, inject))
-        _, mixed = self.hyper_connection_mixer(combine(stack, y, inject))
-        return self.lm_head(mixed)
+        return self.lm_head(self.hyper_connection_mixer(combine(stack, y, inject)))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import embedding, linear, silu
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.specs import StateKind
@@ -55,12 +55,33 @@ class Linear(nn.Module):
         return linear(x, self.weight)
 
 
+class Embedding(nn.Module):
+    """Rows of ``weight`` ``[vocab_size, H]``."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return embedding(ids, self.weight)
+
+
 class Weight(nn.Module):
     """A bare weight of a module that computes elsewhere."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class ConvWeight(Weight):
+    """The taps ``[C, 1, K]`` of a depthwise convolution; calling it gives them as ``[C, K]``."""
+
+    def __init__(self, channels: int, kernel_size: int) -> None:
+        super().__init__(channels, 1, kernel_size)
+
+    def forward(self) -> Tensor:
+        return self.weight.view(self.weight.shape[0], self.weight.shape[2])
 
 
 class ZeroCenteredGain(Weight):
@@ -70,32 +91,48 @@ class ZeroCenteredGain(Weight):
         return self.weight.float() + 1.0
 
 
-class HyperConnection(nn.Module):
-    """A gated read of the residual stack ``[T, HC*H]`` and the weights with which the block's output returns."""
+class HyperConnectionMixer(nn.Module):
+    """A gated read of the residual stack ``[T, HC*H]``."""
 
-    def __init__(self, config: ModelConfig, injects: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.hc_count, self.eps = config.hc_count, config.rms_norm_eps
         self.hc_norm = ZeroCenteredGain(config.stack_width)
         self.input_mix_weight_down = Linear(config.hc_lowrank, config.stack_width)
         self.input_mix_weight_up = Linear(config.stack_width, config.hc_lowrank)
-        if injects:
-            self.block_inject_weight = Linear(config.hc_count, config.stack_width)
+
+    def forward(self, stack: Tensor) -> Tensor:
+        """What the model reads of the stack, ``[T, H]``."""
+        return self.mix(self.norm(stack))
+
+    def norm(self, stack: Tensor) -> Tensor:
+        return Q4E.hc_norm(stack, self.hc_norm(), self.hc_count, self.eps)
+
+    def mix(self, normed: Tensor) -> Tensor:
+        lowrank = silu(self.input_mix_weight_down(normed) / self.hc_count)
+        return Q4E.hc_mix(self.input_mix_weight_up(lowrank), normed, self.hc_count)
+
+
+class HyperConnection(HyperConnectionMixer):
+    """The read of the stack for one block, and the weights with which the block's output returns to each stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.block_inject_weight = Linear(config.hc_count, config.stack_width)
+        self.combine = Combine()
 
     def forward(self, stack: Tensor) -> tuple[Tensor, Tensor]:
-        """The normed stack ``[T, HC*H]`` and the block's input ``[T, H]``."""
-        normed = Q4E.hc_norm(stack, self.hc_norm(), self.hc_count, self.eps)
-        lowrank = silu(self.input_mix_weight_down(normed) / self.hc_count)
-        return normed, Q4E.hc_mix(self.input_mix_weight_up(lowrank), normed, self.hc_count)
-
-    def inject(self, normed: Tensor) -> Tensor:
-        """Per-stream weights ``[T, HC]`` of the block's output."""
-        return torch.sigmoid(self.block_inject_weight(normed) / self.hc_count) * 2
+        """The block's input ``[T, H]`` and the inject weights ``[T, HC]`` for `Combine`."""
+        normed = self.norm(stack)
+        mixed = self.mix(normed)
+        return mixed, torch.sigmoid(self.block_inject_weight(normed) / self.hc_count) * 2
 
 
-def combine(stack: Tensor, y: Tensor, inject: Tensor) -> Tensor:
-    """Add the block output ``y`` ``[T, H]`` to every stream of ``stack`` ``[T, HC*H]`` with its weight ``[T, HC]``."""
-    return stack + (inject.unsqueeze(2) * y.unsqueeze(1)).view(-1, stack.shape[1])
+class Combine(nn.Module):
+    """Adds the block output ``y`` ``[T, H]`` to every stream of ``stack`` ``[T, HC*H]`` with its weight ``[T, HC]``."""
+
+    def forward(self, stack: Tensor, y: Tensor, inject: Tensor) -> Tensor:
+        return stack + (inject.unsqueeze(2) * y.unsqueeze(1)).view(-1, stack.shape[1])
 
 
 class Experts(nn.Module):
@@ -115,7 +152,8 @@ class SharedExpert(nn.Module):
         self.gate_proj, self.up_proj = Weight(inner, hidden), Weight(inner, hidden)
         self.down_proj = Weight(hidden, inner)
 
-    def gate_up(self) -> Tensor:
+    def forward(self) -> Tensor:
+        """Gate rows, then up rows ``[2*IS, H]``."""
         return torch.cat([self.gate_proj.weight, self.up_proj.weight])
 
 
@@ -135,15 +173,17 @@ class SparseMoe(nn.Module):
         self.shared_expert = SharedExpert(hidden, shared)
         self.shared_expert_gate = Weight(1, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return Q4E.moe(
             x,
             self.gate.weight,
             self.experts.gate_up_proj,
             self.experts.down_proj,
-            self.shared_expert.gate_up(),
+            self.shared_expert(),
             self.shared_expert.down_proj.weight,
             self.shared_expert_gate.weight,
+            batch.query_start_loc,
+            batch.num_seqs,
             self.top_k,
             self.norm_topk_prob,
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.modules import Q4E, Batch, Linear, States, Weight, ZeroCenteredGain
+from qwen4exp_trt.frontend.modules import Q4E, Batch, ConvWeight, Linear, States, Weight, ZeroCenteredGain
 from qwen4exp_trt.frontend.ngram import ngram_hash
 from qwen4exp_trt.runtime.specs import StateKind
 
@@ -49,11 +49,10 @@ class Ple(nn.Module):
         self.norm_key = ZeroCenteredGain(config.stack_width)
         self.norm_query = ZeroCenteredGain(config.stack_width)
         self.norm_conv = ZeroCenteredGain(config.stack_width)
-        self.conv1d = Weight(config.stack_width, 1, config.ple_conv_kernel_size)
+        self.conv1d = ConvWeight(config.stack_width, config.ple_conv_kernel_size)
 
     def forward(self, stack: Tensor, batch: Batch, states: States) -> Tensor:
         embedding = self.ple_embedding(batch, states)
-        conv_weight = self.conv1d.weight.view(self.conv1d.weight.shape[0], self.conv1d.weight.shape[2])
         return Q4E.ple_conv(
             stack,
             self.key_proj(embedding),
@@ -61,7 +60,7 @@ class Ple(nn.Module):
             self.norm_key(),
             self.norm_query(),
             self.norm_conv(),
-            conv_weight,
+            self.conv1d(),
             states[self.layer, StateKind.PLE_CONV_STATE],
             *batch.slots,
             self.dilation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
 
 
@@ -10,7 +11,8 @@ def state_specs(config: ModelConfig, dtype: str, block_size: int) -> tuple[State
     """Every state of the model in layer order.
 
     ``dtype`` is the activation dtype (``bfloat16`` or ``float32``); ``block_size`` counts the tokens of a page of the
-    KV cache and must be a multiple of ``indexer_compress_ratio``.
+    KV cache and must be a multiple of ``indexer_compress_ratio``. The rings of raw index keys keep the open group even
+    when ``DRAFT_ROWS`` tokens behind it are taken back.
     """
     states: list[StateSpec] = []
     for layer in range(config.num_hidden_layers):
@@ -47,12 +49,13 @@ def _full_attention_states(config: ModelConfig, layer: int, dtype: str, block_si
     states = [_state("self_attn", layer, StateKind.KV_CACHE, kv_shape, dtype)]
     if config.indexer_compress_ratio is not None and config.indexer_head_dim is not None:
         ratio, head_dim = config.indexer_compress_ratio, config.indexer_head_dim
+        ring_rows = ratio - 1 + DRAFT_ROWS
         assert block_size % ratio == 0, (block_size, ratio)
         prefix = "self_attn.indexer"
         states += [
             _state(prefix, layer, StateKind.INDEX_K_CACHE, (NUM_BLOCKS, block_size // ratio, head_dim), dtype),
-            _state(prefix, layer, StateKind.INDEX_K_RING, (NUM_SLOTS, ratio, head_dim), dtype),
-            _state(prefix, layer, StateKind.INDEX_POSITION_RING, (NUM_SLOTS, ratio, 3), "int32"),
+            _state(prefix, layer, StateKind.INDEX_K_RING, (NUM_SLOTS, ring_rows, head_dim), dtype),
+            _state(prefix, layer, StateKind.INDEX_POSITION_RING, (NUM_SLOTS, ring_rows, 3), "int32"),
         ]
     return states
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from qwen4exp_trt.passes.base import graph_pass
-from qwen4exp_trt.passes.patterns import ATEN, erase_unused, insert_call, match_linear_concat, sibling_name
+from qwen4exp_trt.passes.patterns import ATEN, erase_unused, insert_call, match_linear_concat
 from qwen4exp_trt.runtime.program import Program
 
 
@@ -28,8 +28,14 @@ def merge_projections(program: Program) -> int:
 
 
 def _merge(graph: fx.Graph, concat: fx.Node, x: fx.Node, weights: Sequence[fx.Node]) -> None:
-    name = sibling_name(concat, "cat", "merged_proj")
+    module, separator, _ = concat.name.rpartition("__")
+    name = module + separator + "_".join(_projection_name(weight) for weight in weights)
     weight = insert_call(graph, concat, f"{name}__cat", ATEN.cat.default, (list(weights),))
     merged = insert_call(graph, concat, name, ATEN.linear.default, (x, weight))
     concat.replace_all_uses_with(merged)
     erase_unused(graph, concat)
+
+
+def _projection_name(weight: fx.Node) -> str:
+    """The module that owns the weight: ``q_proj`` of ``layers__3__self_attn__q_proj__weight``."""
+    return weight.name.removesuffix("__weight").rpartition("__")[-1]

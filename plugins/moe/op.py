@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from qwen4exp_trt.plugins.moe.cases import CASES
 from qwen4exp_trt.plugins.moe.reference import reference
+from qwen4exp_trt.plugins.packed import NUM_SEQS
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
 
@@ -32,9 +33,12 @@ def body(
     shared_gate_up_proj: Tensor,
     shared_down_proj: Tensor,
     shared_expert_gate: Tensor,
+    query_start_loc: Tensor,
+    num_seqs: Tensor,
     num_experts_per_tok: int,
     norm_topk_prob: int,
 ) -> Tensor:
+    num_rows, x = x.shape[0], x[: int(query_start_loc[int(num_seqs)])]
     weights, experts = route(x, router_weight, num_experts_per_tok, bool(norm_topk_prob))
     shared_gate = (x.float() @ shared_expert_gate.float().T).sigmoid()
     out = shared_gate * gated_mlp(x, shared_gate_up_proj, shared_down_proj)
@@ -42,7 +46,7 @@ def body(
         token, choice = (experts == expert).nonzero(as_tuple=True)
         part = gated_mlp(x[token], gate_up_proj[expert], down_proj[expert])
         out.index_add_(0, token, part * weights[token, choice, None])
-    return out.to(x.dtype)
+    return pad(out.to(x.dtype), (0, 0, 0, num_rows - len(x)))
 
 
 SPEC = OpSpec(
@@ -56,6 +60,8 @@ SPEC = OpSpec(
         TensorArg("shared_gate_up_proj", ("2*IS", "H")),
         TensorArg("shared_down_proj", ("H", "IS")),
         TensorArg("shared_expert_gate", (1, "H")),
+        TensorArg("query_start_loc", ("BP",), "int32"),
+        NUM_SEQS,
     ),
     outputs=(TensorArg("out", ("T", "H")),),
     attrs=(Attr("num_experts_per_tok", "int"), Attr("norm_topk_prob", "int")),

@@ -19,12 +19,14 @@ def reference(
     shared_gate_up_proj: Tensor,
     shared_down_proj: Tensor,
     shared_expert_gate: Tensor,
+    query_start_loc: Tensor,
+    num_seqs: Tensor,
     num_experts_per_tok: int,
     norm_topk_prob: int,
 ) -> Tensor:
     out = torch.zeros_like(x)
     inner, shared_inner = down_proj.shape[2], shared_down_proj.shape[1]
-    for t in range(x.shape[0]):
+    for t in range(int(query_start_loc[int(num_seqs)])):
         probabilities = torch.softmax(router_weight @ x[t], 0).tolist()
         chosen = sorted(range(len(probabilities)), key=lambda e: (-probabilities[e], e))[:num_experts_per_tok]
         total = sum(probabilities[e] for e in chosen) if norm_topk_prob else 1.0

@@ -28,7 +28,6 @@ SHAPES: dict[str, tuple[int | str, ...]] = {
     "x": ("T", 6),
     "y": ("T", 6),
     "cube": ("T", 2, 6),
-    "thin": ("T", 1, 6),
     "block": (4, 2, 6),
     "m": (5, 6),
     "bias": (5,),
@@ -43,7 +42,6 @@ OPS: dict[str, Function] = {
     "add a broadcast row": lambda cube, x: aten.add.Tensor(cube, aten.unsqueeze.default(x, 1)),
     "add a scalar": lambda x: aten.add.Tensor(x, 1.0),
     "add two dtypes": lambda x, y: aten.add.Tensor(aten.to.dtype(x, BF16), aten.to.dtype(y, F32)),
-    "sub": lambda x, y: aten.sub.Tensor(x, y),
     "mul": lambda x, y: aten.mul.Tensor(x, y),
     "mul by an integer": lambda x: aten.mul.Tensor(x, 2),
     "div": lambda x, y: aten.div.Tensor(x, y),
@@ -53,36 +51,16 @@ OPS: dict[str, Function] = {
     "sigmoid": lambda x: aten.sigmoid.default(x),
     "linear": lambda x, m: aten.linear.default(x, m),
     "linear with bias": lambda x, m, bias: aten.linear.default(x, m, bias),
-    "mm": lambda x, m: aten.mm.default(x, aten.t.default(m)),
-    "matmul": lambda x, m: aten.matmul.default(x, aten.transpose.int(m, 0, 1)),
     "embedding": lambda m, rows: aten.embedding.default(m, rows),
     "index_select of rows": lambda x, rows: aten.index_select.default(x, 0, rows),
     "index_select of columns": lambda x, rows: aten.index_select.default(x, -1, rows),
-    "select the first": lambda x: aten.select.int(x, 0, 0),
-    "select the last": lambda cube: aten.select.int(cube, 1, -1),
     "cat": lambda x, y: aten.cat.default([x, y, x], -1),
     "cat of rows": lambda x, m: aten.cat.default([x, m]),
     "cat of two dtypes": lambda x, y: aten.cat.default([aten.to.dtype(x, BF16), aten.to.dtype(y, F32)], 1),
     "to": lambda x: aten.to.dtype(x, BF16),
-    "_to_copy": lambda x: aten._to_copy.default(x, dtype=F32),
-    "clone": lambda x: aten.clone.default(x),
     "unsqueeze in the middle": lambda x: aten.unsqueeze.default(x, 1),
     "unsqueeze at the end": lambda x: aten.unsqueeze.default(x, -1),
-    "squeeze": lambda thin: aten.squeeze.dim(thin, 1),
-    "squeeze of an extent above one": lambda thin: aten.squeeze.dim(thin, -1),
-    "squeeze of several": lambda thin: aten.squeeze.dims(thin, [1, 2]),
     "view": lambda cube: aten.view.default(cube, [-1, 12]),
-    "view of a dynamic extent": lambda x: aten.view.default(x, [aten.sym_size.int(x, 0), 2, 3]),
-    "reshape": lambda cube: aten.reshape.default(aten.transpose.int(cube, 0, 1), [-1, 6]),
-    "flatten behind": lambda cube: aten.flatten.using_ints(cube, 1),
-    "flatten in front": lambda cube: aten.flatten.using_ints(cube, 0, 1),
-    "permute": lambda cube: aten.permute.default(cube, [2, 0, -2]),
-    "transpose": lambda cube: aten.transpose.int(cube, -1, 0),
-    "slice": lambda x: aten.slice.Tensor(x, 1, 1, 5, 2),
-    "slice from the end": lambda x: aten.slice.Tensor(x, -1, -2),
-    "slice without a start": lambda x: aten.slice.Tensor(x, 0, None, 3),
-    "split_with_sizes": lambda x: [aten.split_with_sizes.default(x, [1, 3, 2], -1)[i] for i in range(3)],
-    "one part of a split": lambda x: aten.split_with_sizes.default(x, [1, 3, 2], 1)[1],
 }
 
 
@@ -146,23 +124,17 @@ def test_every_entry_of_the_table_is_tested() -> None:
     assert {node.target for node in nodes if not is_getitem(node)} == set(ATEN_TO_ONNX)
 
 
-def test_every_op_that_a_program_may_hold_is_lowered() -> None:
-    assert {op_name(op) for op in ATEN_TO_ONNX} >= ATEN_OPS
-
-
-def _two_sizes(x: Any) -> Any:
-    size = aten.sym_size.int(x, 0)
-    return aten.view.default(aten.matmul.default(x, aten.t.default(x)), [size, 1, size])
+def test_the_table_is_the_list_of_ops_that_a_program_may_hold() -> None:
+    assert {op_name(op) for op in ATEN_TO_ONNX} == ATEN_OPS
 
 
 REFUSED: dict[str, tuple[Function, str]] = {
     "an op outside the table": (lambda x: aten.erf.default(x), r"erf_default: the op aten\.erf\.default cannot be"),
     "a scaled sum": (lambda x: aten.add.Tensor(x, x, alpha=2), r"add_tensor: aten\.add\.Tensor with alpha=2"),
     "a scalar that BF16 rounds": (lambda x: aten.mul.Tensor(x, 0.1), r"mul_tensor: .* scalar 0\.1, which .*bfloat16"),
-    "two dynamic extents": (_two_sizes, "view_default: .* more than one dynamic extent"),
-    "a slice by a dynamic extent": (
-        lambda x: aten.slice.Tensor(x, 0, 0, aten.sym_size.int(x, 0)),
-        "slice_tensor: .* known only at run time",
+    "a view by a dynamic extent": (
+        lambda x: aten.view.default(x, [aten.sym_size.int(x, 0), 2, 3]),
+        r"sym_size_int: the op aten\.sym_size\.int cannot be",
     ),
     "linear of a cube": (lambda block, m: aten.linear.default(block, m), "linear_default: linear is lowered for"),
 }

@@ -97,13 +97,6 @@ def test_states_are_updated_in_place_by_one_plugin_layer(build: EngineBuild, low
             assert [layer["type"] for layer in writers] == ["PluginV3"]
 
 
-def test_progress_is_reported(trt: Any, lowered: Lowered) -> None:
-    steps: list[tuple[str, int, int]] = []
-    build_engine(trt, lowered.model, lowered.profiles, progress=lambda *step: steps.append(step))
-    assert all(0 <= done <= total for _, done, total in steps)
-    assert {phase for phase, done, total in steps if done == total} == {phase for phase, _, _ in steps}
-
-
 def test_terminal_stays_quiet(trt: Any, lowered: Lowered, capfd: pytest.CaptureFixture[str]) -> None:
     build_engine(trt, lowered.model, lowered.profiles)
     assert capfd.readouterr() == ("", "")

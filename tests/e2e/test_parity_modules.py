@@ -15,7 +15,7 @@ from torch import Tensor
 from qwen4exp_trt.frontend.attention import GatedDeltaNet, QsaAttention
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.model import rotary_frequencies
-from qwen4exp_trt.frontend.modules import Batch, HyperConnection, States, combine
+from qwen4exp_trt.frontend.modules import Batch, HyperConnection, States
 from qwen4exp_trt.frontend.ple import Ple
 from qwen4exp_trt.frontend.states import state_specs
 from qwen4exp_trt.plugins.registry import all_specs
@@ -84,14 +84,14 @@ def test_hyper_connection_equals_transformers(hc_count: int) -> None:
     config_dict = LINEAR_LAYER | {"hc_count": hc_count}
     config = ModelConfig.from_dict(config_dict, "config")
     reference = reference_layer(config_dict).attn_hyper_connection
-    module = load(HyperConnection(config, injects=True), reference)
+    module = load(HyperConnection(config), reference)
     stack, y = 3 * random_rows(50, config.stack_width), random_rows(50, config.hidden_size, seed=1)
     expected_mixed, untouched, expected_inject = reference(stack[None])
-    normed, mixed = module(stack)
+    mixed, inject = module(stack)
     assert relative_error(expected_mixed[0], mixed) <= SELF_BOUND
-    assert relative_error(expected_inject[0], module.inject(normed)) <= SELF_BOUND
+    assert relative_error(expected_inject[0], inject) <= SELF_BOUND
     expected = untouched[0] + (y.unsqueeze(-2) * expected_inject[0].unsqueeze(-1)).flatten(-2)
-    assert relative_error(expected, combine(stack, y, module.inject(normed))) <= SELF_BOUND
+    assert relative_error(expected, module.combine(stack, y, inject)) <= SELF_BOUND
 
 
 PIECES = {

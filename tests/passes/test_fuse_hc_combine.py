@@ -7,10 +7,13 @@ import torch
 from tiny_programs import BATCH, assert_rewritten, assert_untouched, conv_state, floats, trace
 from torch import Tensor, nn
 
-from qwen4exp_trt.frontend.modules import Q4E, Weight, combine
+from qwen4exp_trt.frontend.modules import Q4E, Combine, Weight
 from qwen4exp_trt.passes.fuse_hc_combine import fuse_hc_combine
 
 INPUTS = floats(stack=("T", 8), y=("T", 4), inject=("T", 2))
+
+
+COMBINE = Combine()
 
 
 class Block(nn.Module):
@@ -21,7 +24,7 @@ class Block(nn.Module):
         self.hc, self.read = Weight(8), read
 
     def forward(self, stack: Tensor, y: Tensor, inject: Tensor, states: Any) -> Any:
-        return self.read(combine(stack, y, inject), self.hc.weight)
+        return self.read(COMBINE(stack, y, inject), self.hc.weight)
 
 
 class PleBlock(nn.Module):
@@ -32,7 +35,7 @@ class PleBlock(nn.Module):
         key: Tensor, conv: Tensor, gain: Tensor, states: Any,
     ) -> Tensor:  # fmt: skip
         batch = (start, lens, slots, count)
-        out = Q4E.ple_conv(combine(stack, y, inject), key, y, gain, gain, gain, conv, states[0], *batch, 3, 1e-6)
+        out = Q4E.ple_conv(COMBINE(stack, y, inject), key, y, gain, gain, gain, conv, states[0], *batch, 3, 1e-6)
         return norm(out, gain)
 
 

@@ -27,9 +27,9 @@ class Projections(nn.Module):
 def test_joined_projections_become_one() -> None:
     program = trace(Projections(lambda m, x: torch.cat([m.q(x), m.k(x), m.v(x)], -1)), X)
     expected = """
-    merged_proj__cat = torch.ops.aten.cat.default([q__weight, k__weight, v__weight])  # float32[8, 8]
-    merged_proj = torch.ops.aten.linear.default(x, merged_proj__cat)  # float32[T, 8]
-    return (merged_proj,)
+    q_k_v__cat = torch.ops.aten.cat.default([q__weight, k__weight, v__weight])  # float32[8, 8]
+    q_k_v = torch.ops.aten.linear.default(x, q_k_v__cat)  # float32[T, 8]
+    return (q_k_v,)
 """
     assert_rewritten(merge_projections, program, expected)
 
@@ -37,11 +37,11 @@ def test_joined_projections_become_one() -> None:
 def test_two_joins_of_one_input_stay_two() -> None:
     program = trace(Projections(lambda m, x: (torch.cat([m.q(x), m.k(x)], -1), torch.cat([m.k(x), m.v(x)], -1))), X)
     expected = """
-    merged_proj__cat = torch.ops.aten.cat.default([q__weight, k__weight])  # float32[6, 8]
-    merged_proj = torch.ops.aten.linear.default(x, merged_proj__cat)  # float32[T, 6]
-    merged_proj_1__cat = torch.ops.aten.cat.default([k__weight, v__weight])  # float32[4, 8]
-    merged_proj_1 = torch.ops.aten.linear.default(x, merged_proj_1__cat)  # float32[T, 4]
-    return (merged_proj, merged_proj_1,)
+    q_k__cat = torch.ops.aten.cat.default([q__weight, k__weight])  # float32[6, 8]
+    q_k = torch.ops.aten.linear.default(x, q_k__cat)  # float32[T, 6]
+    k_v__cat = torch.ops.aten.cat.default([k__weight, v__weight])  # float32[4, 8]
+    k_v = torch.ops.aten.linear.default(x, k_v__cat)  # float32[T, 4]
+    return (q_k, k_v,)
 """
     assert_rewritten(merge_projections, program, expected, rewrites=2)
 
