@@ -86,11 +86,11 @@ def encode_nvfp4(weight: Tensor, block_scales: Tensor, global_scale: Tensor) -> 
 
 
 def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """A float weight ``[..., K]`` -> (packed uint8 ``[..., K/2]``, ``float8_e4m3fn`` block scales ``[..., K/16]``, global).
+    """A float weight ``[..., K]`` -> (packed uint8 ``[..., K/2]``, block scales ``[..., K/16]``, global scale).
 
-    The global scale is a float32 scalar, amax / (6 * 448) unless given. Each block takes the scale of least squared
-    error among E4M3 steps around amax / 6, which may clip its largest values; a block of zeros takes 1. Raises
-    PluginError for NaN or infinity and for a K that is not a multiple of 16.
+    Block scales are ``float8_e4m3fn``; the global scale is a float32 scalar, amax / (6 * 448) unless given. Each block
+    takes the scale of least squared error among E4M3 steps around amax / 6, which may clip its largest values; a block
+    of zeros takes 1. Raises PluginError for NaN or infinity and for a K that is not a multiple of 16.
     """
     if weight.shape[-1] % NVFP4_BLOCK:
         raise PluginError(f"NVFP4 needs a multiple of {NVFP4_BLOCK} elements a row, got shape {list(weight.shape)}")
