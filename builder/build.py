@@ -162,7 +162,7 @@ def _manifest(
         tools[trt.__name__] = trt.__version__
     checkpoint = None
     if source is not None:
-        checkpoint = CheckpointRef(str(source.checkpoint.path.resolve()), source.checkpoint.files)
+        checkpoint = CheckpointRef(str(source.checkpoint.path.resolve()), source.checkpoint.identity())
     return Manifest(
         config=config.to_dict(),
         precision=options.precision,
