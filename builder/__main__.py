@@ -5,10 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from qwen4exp_trt.builder.build import BuildReport, build_bundle
-from qwen4exp_trt.builder.options import DEFAULT_BLOCK_SIZE, DEFAULT_PREFILL_CHUNK, PRECISIONS, BuildOptions
+from qwen4exp_trt.builder.build import BuildReport, build_bundle, plan_bundle
+from qwen4exp_trt.builder.options import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_PREFILL_CHUNK,
+    PRECISIONS,
+    BuildOptions,
+    PlanOptions,
+)
+from qwen4exp_trt.builder.plan import Plan
+from qwen4exp_trt.builder.plan_report import describe_misfit, describe_total, format_plan
+from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND
@@ -18,11 +29,12 @@ PROG = "qwen4exp-build"
 _NAME_WIDTH = 20
 
 
-def parse_args(argv: Sequence[str] | None) -> BuildOptions:
+def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
+    """`BuildOptions`, or with ``--plan`` only the `PlanOptions` among the arguments."""
     parser = OneLineParser(prog=PROG, description="Lower a qwen4_exp checkpoint to a bundle with a TensorRT engine.")
     add = parser.add_argument
     add("checkpoint", type=Path, help="folder with config.json and *.safetensors")
-    add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write; a bundle is replaced")
+    add("-o", "--output", type=Path, metavar="BUNDLE", help="folder to write; a bundle is replaced")
     add("--target", default="sm121", metavar="SM", help="GPU architecture of the engine (default: %(default)s, GB10)")
     add(
         "--precision",
@@ -58,7 +70,17 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions:
         action="store_true",
         help="build from a config.json (or the folder with it), without weights (default: no)",
     )
-    return BuildOptions(**vars(parser.parse_args(argv)))
+    add(
+        "--plan", action="store_true", help="print what it will need and exit with 2 if that does not fit (default: no)"
+    )
+    values: dict[str, Any] = vars(parser.parse_args(argv))
+    if values.pop("plan"):
+        # The config is all that a plan reads.
+        values["config_only"] = True
+        return PlanOptions(**{field.name: values[field.name] for field in fields(PlanOptions)})
+    if values["output"] is None:
+        parser.error("the following arguments are required: -o/--output")
+    return BuildOptions(**values)
 
 
 class _Progress:
@@ -92,6 +114,7 @@ def format_report(report: BuildReport, output: Path, seconds: float) -> str:
         "precision": manifest.precision,
         "weights": f"{weights / 2**20:,.1f} MiB in {len(program.weights)} tensors{_describe_source(report)}",
         "states": f"{per_seq / 2**20:,.1f} MiB for a sequence of {limits.max_seq_len} tokens",
+        "memory": describe_total(report.plan),
         "step": f"at most {limits.max_batch_size} sequences, {limits.max_step_tokens} tokens",
         "passes": ", ".join(f"{result['name']} {result['rewrites']}" for result in manifest.passes),
     }
@@ -117,11 +140,27 @@ def _describe_source(report: BuildReport) -> str:
     return f" (set aside: {', '.join(parts)})" if parts else ""
 
 
+def plan(options: PlanOptions) -> None:
+    """Print the plan; `BuildError` if the target has too little memory for it."""
+    options.check()
+    made = plan_bundle(options, options.read_config())
+    print(format_plan(made))
+    if (misfit := describe_misfit(made)) is not None:
+        raise BuildError(misfit)
+
+
 def build(options: BuildOptions) -> None:
-    """Build the bundle, printing progress and the final table."""
+    """Build the bundle, printing the plan, progress and the final table."""
     progress = _Progress()
+
+    def show_plan(made: Plan) -> None:
+        progress.finish()
+        print(f"\n{format_plan(made)}\n", flush=True)
+        if (misfit := describe_misfit(made)) is not None:
+            print(f"{PROG}: warning: {misfit}", file=sys.stderr)
+
     try:
-        report = build_bundle(options, progress)
+        report = build_bundle(options, progress, show_plan)
     except BaseException:
         progress.finish(is_ok=False)
         raise
@@ -133,7 +172,7 @@ def build(options: BuildOptions) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, or 2 with one line on stderr for a user's mistake."""
     options = parse_args(argv)
-    return run_command(PROG, lambda: build(options))
+    return run_command(PROG, lambda: build(options) if isinstance(options, BuildOptions) else plan(options))
 
 
 if __name__ == "__main__":

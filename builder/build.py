@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +15,8 @@ import onnx
 from qwen4exp_trt.builder.bundle import check_output, hash_files, staged_folder
 from qwen4exp_trt.builder.compile import CompiledProgram, Stage, compile_program
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
-from qwen4exp_trt.builder.options import BuildOptions
+from qwen4exp_trt.builder.options import BuildOptions, PlanOptions
+from qwen4exp_trt.builder.plan import Plan, make_plan
 from qwen4exp_trt.builder.profiles import Profile, optimization_profiles
 from qwen4exp_trt.builder.text_files import TextFiles
 from qwen4exp_trt.builder.verify import check_memory, make_verifier, verify_onnx
@@ -46,14 +48,27 @@ class BuildReport:
 
     manifest: Manifest
     program: Program
+    plan: Plan
+    """With the activation memory of the engine, if TensorRT told it."""
     set_aside: dict[str, int]
     """How many checkpoint tensors the text model does not use, by what they belong to."""
     onnx_errors: dict[str, float]
     """Largest relative error of the executed ONNX by precision; empty unless verified."""
 
 
-def build_bundle(options: BuildOptions, stage: Stage) -> BuildReport:
-    """Build and write a bundle; ``stage`` is told each step. Nothing stays behind when a step fails."""
+def plan_bundle(options: PlanOptions, config: ModelConfig) -> Plan:
+    """What the bundle will need on its target."""
+    target = options.target if options.has_engine else None
+    return make_plan(config, options.limits_for(config), options.precision, target)
+
+
+def build_bundle(
+    options: BuildOptions, stage: Stage, show_plan: Callable[[Plan], None] = lambda plan: None
+) -> BuildReport:
+    """Build and write a bundle; ``stage`` is told each step, ``show_plan`` before the costly ones what it will need.
+
+    Nothing stays behind when a step fails.
+    """
     options.check()
     check_output(options.output)
     stage("config")
@@ -61,6 +76,8 @@ def build_bundle(options: BuildOptions, stage: Stage) -> BuildReport:
     limits = options.limits_for(config)
     text_files = TextFiles.from_dir(options.text_folder, config)
     trt = _load_trt(options)
+    plan = plan_bundle(options, config)
+    show_plan(plan)
     source = None
     if not options.config_only:
         stage("checkpoint")
@@ -75,6 +92,7 @@ def build_bundle(options: BuildOptions, stage: Stage) -> BuildReport:
     if trt is not None:
         stage("engine")
         engine = build_engine(trt, compiled.onnx_model, profiles, options.target)
+        plan = plan.with_activations(engine.activation_bytes)
     stage("write")
     with staged_folder(options.output) as folder:
         _write_files(folder, program, compiled.onnx_model, engine)
@@ -82,7 +100,7 @@ def build_bundle(options: BuildOptions, stage: Stage) -> BuildReport:
         manifest = _manifest(folder, options, config, limits, source, text_files, compiled, profiles, trt)
         manifest.save(folder)
     set_aside = {} if source is None else {kind: len(names) for kind, names in source.weights.set_aside.items()}
-    return BuildReport(manifest, program, set_aside, onnx_errors)
+    return BuildReport(manifest, program, plan, set_aside, onnx_errors)
 
 
 def _load_trt(options: BuildOptions) -> ModuleType | None:
@@ -144,7 +162,7 @@ def _manifest(
         tools[trt.__name__] = trt.__version__
     checkpoint = None
     if source is not None:
-        checkpoint = CheckpointRef(str(source.checkpoint.path.resolve()), source.checkpoint.files)
+        checkpoint = CheckpointRef(str(source.checkpoint.path.resolve()), source.checkpoint.identity())
     return Manifest(
         config=config.to_dict(),
         precision=options.precision,

@@ -31,6 +31,11 @@ class EngineBuild:
     engine: bytes
     layers: dict[str, Any]
 
+    @property
+    def activation_bytes(self) -> int | None:
+        """Of the profile that needs most, as only one runs at a time; None if TensorRT did not log it."""
+        return max(self.layers["activation_bytes"].values(), default=None)
+
 
 def build_engine(
     trt: ModuleType,

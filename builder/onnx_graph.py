@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from qwen4exp_trt.plugins.spec import NAMESPACE
+from qwen4exp_trt.plugins.spec import NAMESPACE, element_shape
 from qwen4exp_trt.runtime.specs import Dim
 
 OPSET = 24
@@ -24,6 +24,8 @@ ONNX_DTYPES = {
     torch.int32: TensorProto.INT32,
     torch.int64: TensorProto.INT64,
     torch.bool: TensorProto.BOOL,
+    torch.float8_e4m3fn: TensorProto.FLOAT8E4M3FN,
+    torch.float4_e2m1fn_x2: TensorProto.FLOAT4E2M1,
 }
 TORCH_DTYPES: dict[int, torch.dtype] = {onnx_dtype: dtype for dtype, onnx_dtype in ONNX_DTYPES.items()}
 
@@ -36,6 +38,7 @@ def tensor_from_proto(proto: TensorProto) -> Tensor:
 
 def proto_from_tensor(name: str, tensor: Tensor) -> TensorProto:
     """A torch tensor as an initializer."""
+    assert tensor.dtype != torch.float4_e2m1fn_x2, f"{name}: packed FP4 is a network input, never a constant"
     raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return helper.make_tensor(name, ONNX_DTYPES[tensor.dtype], tuple(tensor.shape), raw, raw=True)
 
@@ -69,4 +72,5 @@ class OnnxGraph:
 
 
 def value_info(name: str, dtype: torch.dtype, shape: Sequence[Dim]) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, ONNX_DTYPES[dtype], list(shape))
+    """The type of a value whose torch shape is ``shape``."""
+    return helper.make_tensor_value_info(name, ONNX_DTYPES[dtype], element_shape(shape, dtype))

@@ -15,20 +15,20 @@ DEFAULT_BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildOptions:
-    """``checkpoint``: its folder, or with ``config_only`` a folder with (or the path of) a config.json."""
+class PlanOptions:
+    """What decides how much memory a bundle takes.
+
+    ``checkpoint``: its folder, or with ``config_only`` a folder with (or the path of) a config.json.
+    """
 
     checkpoint: Path
-    output: Path
     target: str = "sm121"
     precision: str = "bfloat16"
-    backend: str = "tensorrt-rtx"
     max_batch_size: int = 8
     max_seq_len: int | None = None
     """None for the model's own limit."""
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     block_size: int = DEFAULT_BLOCK_SIZE
-    verify: bool = False
     config_only: bool = False
 
     @property
@@ -62,8 +62,20 @@ class BuildOptions:
         return EngineLimits(self.max_batch_size, max_seq_len, chunk, self.block_size)
 
     def check(self) -> None:
-        """`BuildError` for options that contradict each other or the file system."""
+        """`BuildError` for options that are impossible or contradict each other."""
         if self.precision not in PRECISIONS:
             raise BuildError(f"--precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions(PlanOptions):
+    """A build that is carried out."""
+
+    output: Path
+    backend: str = "tensorrt-rtx"
+    verify: bool = False
+
+    def check(self) -> None:
+        super().check()
         if self.verify and self.config_only:
             raise BuildError("--verify executes the program with its weights, which --config-only does not read")

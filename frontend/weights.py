@@ -8,26 +8,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from qwen4exp_trt.errors import CheckpointError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.ngram import ngram_hash
-from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
-from qwen4exp_trt.runtime.specs import Source, WeightRecipe
+from qwen4exp_trt.frontend.quantized_weights import Shape, check_quantization_config
+from qwen4exp_trt.frontend.stored_tensors import Problem, StoredTensors
+from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.specs import WeightRecipe
 from qwen4exp_trt.runtime.weights import transform
-
-Shape = tuple[int, ...]
 
 EMBED_TOKENS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-
-_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-_FLOAT_DTYPES = ("BF16", "F16", "F32")
-_SET_ASIDE = {
-    "mtp": re.compile(r"^mtp\."),
-    "vision": re.compile(r"^(model\.)?visual\."),
-    "unused": re.compile(r"\b(hashstats_\w+|token_lookup|hyper_connection_mixer\.block_inject_weight)\b"),
-}
-"""Checkpoint tensors that the text model does not have, by what they belong to."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +27,8 @@ class ResolvedWeights:
     recipes: dict[str, WeightRecipe]
     """Canonical name -> recipe over tensors of the checkpoint, in the order of `expected_weights`."""
     set_aside: dict[str, list[str]]
-    """Checkpoint tensors of no use to the text model: ``mtp``, ``vision`` and ``unused`` (statistics, stray copies)."""
+    """Checkpoint tensors that no recipe reads: ``mtp``, ``vision``, ``unused`` (statistics, stray copies) and
+    ``activation scales``."""
 
 
 def expected_weights(config: ModelConfig) -> dict[str, Shape]:
@@ -137,84 +128,23 @@ def _mlp_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def resolve_weights(config: ModelConfig, checkpoint: Checkpoint) -> ResolvedWeights:
-    """Find every expected weight in ``checkpoint``, reading its headers (and the few integers of the n-gram hash).
+    """Find every expected weight in ``checkpoint``, whatever format each is stored in; recipes dequantize.
 
-    Raises one `CheckpointError` that lists all tensors that are missing, unexpected, of another shape or dtype, or
-    stored under two names, and hash constants other than the config's.
+    Reads the headers, the integers of the n-gram hash and all scales but NVFP4's block scales, which are checked when
+    a weight is dequantized. Raises one `CheckpointError` that lists all tensors that are missing, unexpected, of
+    another shape or dtype, or stored under two names, scales that are missing, without a weight, or not positive and
+    finite, and hash constants other than the config's. A quantization config that names a format we do not know is
+    refused at once.
     """
-    tensors = _CheckpointTensors(checkpoint)
+    check_quantization_config(checkpoint.path)
+    tensors = StoredTensors(checkpoint)
     recipes = {name: _resolve(tensors, config, name, shape) for name, shape in expected_weights(config).items()}
     _check_hash_constants(tensors, config)
     tensors.raise_problems()
     return ResolvedWeights(recipes, tensors.set_aside)
 
 
-class _CheckpointTensors:
-    """The tensors of a checkpoint by canonical name: which of them are claimed, and what is wrong with them."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self.stored: dict[str, str] = {}
-        self.set_aside: dict[str, list[str]] = {kind: [] for kind in _SET_ASIDE}
-        self.missing: list[str] = []
-        self.wrong_shape: list[str] = []
-        self.wrong_dtype: list[str] = []
-        self.wrong_constant: list[str] = []
-        self._claimed: set[str] = set()
-        self._twice: list[str] = []
-        for name in checkpoint.names:
-            self._add(name)
-
-    def _add(self, name: str) -> None:
-        kind = next((kind for kind, pattern in _SET_ASIDE.items() if pattern.search(name)), None)
-        if kind is not None:
-            self.set_aside[kind].append(name)
-            return
-        canonical = name.removeprefix(next(prefix for prefix in _PREFIXES if name.startswith(prefix)))
-        if canonical in self.stored:
-            self._twice.append(f"{self.stored[canonical]} and {name}")
-        self.stored[canonical] = name
-
-    def claim(self, canonical: str, shape: Shape | None) -> Source:
-        """The source of a float weight, noting what is wrong with it; ``shape`` None leaves that to the caller."""
-        name = self.stored.get(canonical)
-        if name is None:
-            self.missing.append(canonical)
-            return Source(canonical)
-        self._claimed.add(canonical)
-        found, dtype = self.checkpoint.shape(name), self.checkpoint.dtype(name)
-        if dtype not in _FLOAT_DTYPES:
-            self.wrong_dtype.append(f"{name} {dtype}")
-        elif shape is not None and found != shape:
-            self.wrong_shape.append(f"{name} {list(found)} instead of {list(shape)}")
-        return Source(name)
-
-    def claim_constants(self, canonical: str, values: tuple[int, ...]) -> None:
-        """Compare an int64 tensor with ``values``, if the checkpoint has it."""
-        name = self.stored.get(canonical)
-        if name is None:
-            return
-        self._claimed.add(canonical)
-        if self.checkpoint.dtype(name) != "I64":
-            self.wrong_dtype.append(f"{name} {self.checkpoint.dtype(name)} instead of I64")
-        elif (found := self.checkpoint.tensor(name).flatten().tolist()) != list(values):
-            self.wrong_constant.append(f"{name} {found} instead of {list(values)}")
-
-    def raise_problems(self) -> None:
-        problems = {
-            "missing": self.missing,
-            "unexpected": [name for canonical, name in self.stored.items() if canonical not in self._claimed],
-            "wrong shape": self.wrong_shape,
-            f"wrong dtype, weights are {', '.join(_FLOAT_DTYPES)}": self.wrong_dtype,
-            "wrong hash constants": self.wrong_constant,
-            "one weight under two names": self._twice,
-        }
-        found = [f"{problem} ({len(names)}): {listing(names)}" for problem, names in problems.items() if names]
-        if found:
-            raise CheckpointError(f"{self.checkpoint.path} does not match its config. {'; '.join(found)}")
-
-
-def _resolve(tensors: _CheckpointTensors, config: ModelConfig, name: str, shape: Shape) -> WeightRecipe:
+def _resolve(tensors: StoredTensors, config: ModelConfig, name: str, shape: Shape) -> WeightRecipe:
     if name in tensors.stored:
         return tensors.claim(name, shape)
     if config.tie_word_embeddings and name in (EMBED_TOKENS, LM_HEAD):
@@ -227,7 +157,7 @@ def _resolve(tensors: _CheckpointTensors, config: ModelConfig, name: str, shape:
     return recipe or tensors.claim(name, shape)
 
 
-def _stack_experts(tensors: _CheckpointTensors, name: str, shape: Shape) -> WeightRecipe | None:
+def _stack_experts(tensors: StoredTensors, name: str, shape: Shape) -> WeightRecipe | None:
     """``experts.gate_up_proj`` or ``experts.down_proj`` from one tensor an expert; None where there is not one."""
     experts, leaf = name.rsplit(".", 1)
     num_experts, rows, columns = shape
@@ -240,7 +170,7 @@ def _stack_experts(tensors: _CheckpointTensors, name: str, shape: Shape) -> Weig
     return transform("stack", *(_concat_rows(parts) for parts in sources))
 
 
-def _concat_shards(tensors: _CheckpointTensors, name: str, shape: Shape) -> WeightRecipe | None:
+def _concat_shards(tensors: StoredTensors, name: str, shape: Shape) -> WeightRecipe | None:
     """The n-gram table from ``shard_{k}.weight``, in the order of ``k``; None where there is no shard."""
     pattern = re.compile(re.escape(name.removesuffix("weight")) + r"shard_(\d+)\.weight")
     shards = {int(match[1]): match[0] for match in map(pattern.fullmatch, tensors.stored) if match}
@@ -248,18 +178,19 @@ def _concat_shards(tensors: _CheckpointTensors, name: str, shape: Shape) -> Weig
         return None
     names = [shards.get(k, name.replace("weight", f"shard_{k}.weight")) for k in range(len(shards))]
     sources = [tensors.claim(shard, None) for shard in names]
-    found = [tensors.checkpoint.shape(tensors.stored[shard]) for shard in names if shard in tensors.stored]
+    found = [tensors.weight_shape(shard) for shard in names if shard in tensors.stored]
     rows = sum(shard_shape[0] for shard_shape in found)
     if rows != shape[0] or any(shard_shape[1:] != shape[1:] for shard_shape in found):
-        tensors.wrong_shape.append(f"{name} {len(found)} shards of {rows} rows instead of {list(shape)}")
+        shards_found = f"{name} {len(found)} shards of {rows} rows"
+        tensors.note(Problem.WRONG_SHAPE, f"{shards_found} instead of {list(shape)}")
     return _concat_rows(sources)
 
 
-def _concat_rows(parts: list[Source]) -> WeightRecipe:
+def _concat_rows(parts: list[WeightRecipe]) -> WeightRecipe:
     return parts[0] if len(parts) == 1 else transform("concat", *parts, dim=0)
 
 
-def _check_hash_constants(tensors: _CheckpointTensors, config: ModelConfig) -> None:
+def _check_hash_constants(tensors: StoredTensors, config: ModelConfig) -> None:
     for layer in config.ple_layers:
         constants = ngram_hash(config, layer)
         embedding = f"layers.{layer}.ple.ple_embedding"

@@ -97,7 +97,10 @@ def random_source(weights: Sequence[WeightSpec]) -> TensorSource:
     def make(name: str) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         spec = shapes[name]
-        values = torch.randn([int(dim) for dim in spec.shape], generator=generator)
+        shape = [int(dim) for dim in spec.shape]
+        if dtype_from_name(spec.dtype) == torch.float4_e2m1fn_x2:  # which torch converts nothing to
+            return torch.randint(256, shape, generator=generator).to(torch.uint8).view(torch.float4_e2m1fn_x2)
+        values = torch.randn(shape, generator=generator)
         fan_in = spec.shape[-1] if len(spec.shape) > 1 else 10
         return (values * int(fan_in) ** -0.5).to(dtype_from_name(spec.dtype))
 

@@ -61,7 +61,7 @@ def _register(spec: OpSpec) -> None:
 
 
 def _fake_outputs(spec: OpSpec, tensors: dict[str, Tensor], attrs: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
-    bound = spec.bind_dims({name: t.shape for name, t in tensors.items()}, attrs)
+    bound = spec.bind_tensors(tensors, attrs)
     activation = next((tensors[a.name].dtype for a in spec.inputs if a.dtype == "activation"), torch.float32)
     device = tensors[spec.inputs[0].name].device
     outputs = tuple(

@@ -1,4 +1,4 @@
-"""Packed batches for the ops' sample cases."""
+"""Packed batches and quantized weights for the ops' sample cases."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+
+from qwen4exp_trt.plugins.number_formats import quantize_nvfp4
 
 
 def sample_batch(
@@ -67,3 +69,18 @@ def normal(generator: Generator, *shape: int, dtype: torch.dtype = torch.float32
 def gain(generator: Generator, size: int) -> Tensor:
     """A folded norm gain around one, float32."""
     return 1 + 0.2 * torch.randn(size, generator=generator)
+
+
+def sample_nvfp4(
+    generator: Generator, rows: int, columns: int, global_scales: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """An NVFP4 weight ``[N, K]`` of ``global_scales`` equal parts along N, whose sizes and so global scales differ.
+
+    Returns the packed weight (``float4_e2m1fn_x2`` ``[N, K/2]``), its block scales ``[N, K/16]`` and the global scales.
+    """
+    parts = [
+        quantize_nvfp4(normal(generator, rows // global_scales, columns, scale=(1 + 2 * part) * columns**-0.5))
+        for part in range(global_scales)
+    ]
+    packed, block_scales, scales = zip(*parts, strict=True)
+    return torch.cat(packed).view(torch.float4_e2m1fn_x2), torch.cat(block_scales), torch.stack(scales)

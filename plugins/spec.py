@@ -15,7 +15,7 @@ from qwen4exp_trt.plugins.dims import Dim, evaluate, is_name, names_in
 
 NAMESPACE = "q4e"
 
-DtypeClass = Literal["activation", "float32", "int32", "int64"]
+DtypeClass = Literal["activation", "float32", "int32", "int64", "float8_e4m3fn", "float4_e2m1fn_x2"]
 AttrType = Literal["int", "float", "str", "int[]"]
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
@@ -26,14 +26,23 @@ class TensorArg:
     """A tensor operand.
 
     ``dims``: bare names bind to the shape, expressions are checked against it. ``dtype`` ``"activation"`` means
-    BF16 or float32, the same for every such operand of a call. A ``mutated`` operand is a state that the op updates
-    in place; an engine sees it as an input and an aliased output.
+    BF16 or float32, the same for every such operand of a call. FP4 operands are torch's ``float4_e2m1fn_x2``; their
+    ``dims`` count elements, as ONNX and TensorRT do (`element_shape`). A ``mutated`` operand is a state that the op
+    updates in place; an engine sees it as an input and an aliased output.
     """
 
     name: str
     dims: tuple[Dim, ...]
     dtype: DtypeClass = "activation"
     mutated: bool = False
+
+
+def element_shape(shape: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """The shape in elements of a tensor that torch says is of ``shape``: ``float4_e2m1fn_x2`` has two in its last dim.
+
+    It is torch's packed FP4: a byte, which torch counts as one, holds the even element in its low nibble.
+    """
+    return [*shape[:-1], 2 * shape[-1]] if dtype == torch.float4_e2m1fn_x2 else list(shape)
 
 
 @dataclass(frozen=True)
@@ -109,8 +118,12 @@ class OpSpec:
         attrs = {attr.name: pairs.pop(attr.name) for attr in self.attrs}
         return pairs, attrs
 
+    def bind_tensors(self, tensors: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """`bind_dims` of torch tensors."""
+        return self.bind_dims({name: element_shape(t.shape, t.dtype) for name, t in tensors.items()}, attrs)
+
     def bind_dims(self, shapes: Mapping[str, Sequence[Any]], attrs: Mapping[str, Any]) -> dict[str, Any]:
-        """Bind every dim name from the operands' shapes; int attributes are symbols too."""
+        """Bind every dim name from the operands' shapes in elements; int attributes are symbols too."""
         bound: dict[str, Any] = {k: v for k, v in attrs.items() if isinstance(v, int)}
         for arg in self.inputs:
             shape = shapes[arg.name]
@@ -126,17 +139,18 @@ class OpSpec:
 
     def check_operands(self, tensors: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> dict[str, Any]:
         """Check ranks, shapes and dtypes of a real call; returns the bound dims."""
-        bound = self.bind_dims({name: t.shape for name, t in tensors.items()}, attrs)
+        bound = self.bind_tensors(tensors, attrs)
         activation = None
         for arg in self.inputs:
             tensor = tensors[arg.name]
+            activation = self._check_dtype(arg, tensor.dtype, activation)
+            shape = element_shape(tensor.shape, tensor.dtype)
             expected = [evaluate(dim, bound) for dim in arg.dims]
-            if list(tensor.shape) != expected:
+            if shape != expected:
                 raise PluginError(
-                    f"{self.qualified_name}: operand {arg.name} has shape {list(tensor.shape)}, "
+                    f"{self.qualified_name}: operand {arg.name} has shape {shape}, "
                     f"expected {expected} = {list(arg.dims)}"
                 )
-            activation = self._check_dtype(arg, tensor.dtype, activation)
         return bound
 
     def _check_dtype(self, arg: TensorArg, dtype: torch.dtype, activation: torch.dtype | None) -> torch.dtype | None:

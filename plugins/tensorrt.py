@@ -19,7 +19,13 @@ from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, TensorArg
 
 _NOT_ALIASED = -1
 _FIELD_TYPES = {"int": "INT32", "int[]": "INT32", "float": "FLOAT32", "str": "CHAR"}
-_TRT_DTYPES = {"float32": "FLOAT", "int32": "INT32", "int64": "INT64"}
+_TRT_DTYPES = {
+    "float32": "FLOAT",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float8_e4m3fn": "FP8",
+    "float4_e2m1fn_x2": "FP4",
+}
 _ACTIVATION_DTYPES = ("BF16", "FLOAT")
 
 

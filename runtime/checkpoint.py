@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qwen4exp_trt.errors import CheckpointError
+from qwen4exp_trt.runtime.file_identity import FileIdentity
 
 INDEX_NAME = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
@@ -19,10 +20,10 @@ _LFS_POINTER = b"version https://git-lfs"
 class Checkpoint:
     """The tensors of every ``*.safetensors`` file directly in a folder. Only headers are read until `tensor`."""
 
-    def __init__(self, path: Path, files: dict[str, int], tensors: dict[str, tuple[str, Any]]) -> None:
+    def __init__(self, path: Path, files: tuple[str, ...], tensors: dict[str, tuple[str, Any]]) -> None:
         self.path = path
         self.files = files
-        """File name -> size in bytes: what identifies the checkpoint that a bundle was made from."""
+        """File names, sorted."""
         self._tensors = tensors
         """Tensor name -> the file that has it, opened."""
 
@@ -49,7 +50,7 @@ class Checkpoint:
                 if name in tensors:
                     raise CheckpointError(f"{folder}: tensor {name} is in both {tensors[name][0]} and {file.name}")
                 tensors[name] = (file.name, handle)
-        return cls(folder, {file.name: file.stat().st_size for file in paths}, tensors)
+        return cls(folder, tuple(file.name for file in paths), tensors)
 
     @property
     def names(self) -> list[str]:
@@ -67,18 +68,27 @@ class Checkpoint:
         """The tensor, as a view of its memory-mapped file: pages are read when they are used, and nothing else is."""
         return self._handle(name).get_tensor(name)
 
-    def verify_identity(self, expected: Mapping[str, int]) -> None:
-        """Raise `CheckpointError` unless every file of ``expected`` (see ``files``) is there with that size."""
-        differences = [
-            f"{name} has {found:,} bytes instead of {size:,}" if found is not None else f"{name} is missing"
-            for name, size in expected.items()
-            if (found := self.files.get(name)) != size
-        ]
+    def identity(self) -> dict[str, FileIdentity]:
+        """File name -> what tells it from others; reads samples of every file."""
+        return {name: FileIdentity.of(self.path / name) for name in self.files}
+
+    def verify_identity(self, expected: Mapping[str, FileIdentity]) -> None:
+        """Raise `CheckpointError` unless every file of ``expected`` (see `identity`) is there, with that identity."""
+        differences = [problem for name, identity in expected.items() if (problem := self._difference(name, identity))]
         if differences:
             raise CheckpointError(
                 f"{self.path} is not the checkpoint that was expected: {listing(differences)}; "
                 "give that checkpoint, or build the bundle again from this one"
             )
+
+    def _difference(self, name: str, expected: FileIdentity) -> str | None:
+        """What makes the file ``name`` another one than expected."""
+        if name not in self.files:
+            return f"{name} is missing"
+        found = FileIdentity.of(self.path / name)
+        if found.size != expected.size:
+            return f"{name} has {found.size:,} bytes instead of {expected.size:,}"
+        return None if found == expected else f"{name} has the same size but other content"
 
     def _handle(self, name: str) -> Any:
         if name not in self._tensors:

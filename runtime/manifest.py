@@ -14,6 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from qwen4exp_trt import __version__
 from qwen4exp_trt.errors import BuildError, BundleError
 from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.limits import EngineLimits
 
 MANIFEST_FILE = "manifest.json"
@@ -29,10 +30,15 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """The checkpoint folder whose tensors the weight recipes read, and the size of each of its files."""
+    """The checkpoint folder whose tensors the weight recipes read, and the identity of each of its files."""
 
     path: str
-    files: dict[str, int]
+    files: dict[str, FileIdentity]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CheckpointRef:
+        files = {name: _check_types(FileIdentity(**identity)) for name, identity in data["files"].items()}
+        return _check_types(cls(data["path"], files))
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,7 @@ class Manifest:
     def _from_json(cls, data: Mapping[str, Any]) -> Manifest:
         values = dict(data)
         checkpoint = values.pop("checkpoint")
-        values["checkpoint"] = None if checkpoint is None else _check_types(CheckpointRef(**checkpoint))
+        values["checkpoint"] = None if checkpoint is None else CheckpointRef.from_json(checkpoint)
         values["limits"] = EngineLimits(**values["limits"])
         values["stop_token_ids"] = tuple(map(operator.index, values["stop_token_ids"]))
         values["files"] = {name: FileRef(**ref) for name, ref in values["files"].items()}

@@ -14,7 +14,8 @@ NUM_BLOCKS = "num_blocks"
 NUM_SLOTS = "num_slots"
 """The first dims of paged and of per-sequence states."""
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "float8_e4m3fn": 1, "float4_e2m1fn_x2": 1}
+"""Bytes of what a shape counts, which is a pair of elements in torch's packed FP4."""
 
 Dim = int | str
 """A static extent, or the name of a dynamic one (``T`` tokens, ``B`` sequences, ``num_blocks``, ``num_slots`` ...)."""

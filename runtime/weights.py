@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.errors import BundleError, CheckpointError
+from qwen4exp_trt.errors import BundleError, CheckpointError, PluginError
+from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, dequantize_fp8_blocks, dequantize_nvfp4
 from qwen4exp_trt.runtime.specs import Literal, Source, Transform, WeightRecipe, WeightSpec
 
 TensorSource = Callable[[str], Tensor]
@@ -22,12 +23,52 @@ def dtype_from_name(name: str) -> torch.dtype:
     return dtype
 
 
+_ROWS_AT_ONCE = 64 * FP8_BLOCK
+"""Rows of a weight that are dequantized together: what dequantization needs beside its result is a few times that."""
+_LAST_SCALE_BYTE = 0x7E
+"""The largest E4M3 number; what follows is NaN and the negative numbers."""
+
+
+def _dequantize_fp8(inputs: list[Tensor]) -> Tensor:
+    weight, scale = inputs
+    return weight.float().mul_(scale.float())
+
+
+def _dequantize_fp8_blocks(inputs: list[Tensor]) -> Tensor:
+    weight, scales = inputs
+    result = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    for start in _row_starts(result):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        blocks = slice(start // FP8_BLOCK, (start + _ROWS_AT_ONCE) // FP8_BLOCK)
+        result[rows] = dequantize_fp8_blocks(weight[rows], scales[blocks])
+    return result
+
+
+def _dequantize_nvfp4(inputs: list[Tensor]) -> Tensor:
+    packed, block_scales, global_scale = inputs
+    result = torch.empty((len(packed), 2 * packed.shape[1]), dtype=torch.float32, device=packed.device)
+    for start in _row_starts(result):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        if int(block_scales[rows].view(torch.uint8).amax()) > _LAST_SCALE_BYTE:
+            raise ValueError("a block scale is NaN or negative; the checkpoint is damaged, download it again")
+        result[rows] = dequantize_nvfp4(packed[rows], block_scales[rows], global_scale)
+    return result
+
+
+def _row_starts(result: Tensor) -> range:
+    """Where each group of rows starts; a meta tensor has nothing to fill."""
+    return range(0, 0 if result.is_meta else len(result), _ROWS_AT_ONCE)
+
+
 TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "cast": lambda inputs, dtype: inputs[0].to(dtype_from_name(dtype)),
     "add": lambda inputs, value: inputs[0] + value,
     "concat": lambda inputs, dim: torch.cat(inputs, dim),
     "stack": lambda inputs: torch.stack(inputs),
     "reshape": lambda inputs, shape: inputs[0].reshape(shape),
+    "dequantize_fp8": _dequantize_fp8,
+    "dequantize_fp8_blocks": _dequantize_fp8_blocks,
+    "dequantize_nvfp4": _dequantize_nvfp4,
 }
 """Transform name -> function of (inputs, **attrs)."""
 
@@ -92,7 +133,11 @@ def _evaluate(recipe: WeightRecipe, read: Callable[[Source | Literal], Tensor]) 
         return read(recipe)
     if recipe.op not in TRANSFORMS:
         raise CheckpointError(f"weight recipe uses the unknown transform {recipe.op!r}; known: {sorted(TRANSFORMS)}")
-    return TRANSFORMS[recipe.op]([_evaluate(part, read) for part in recipe.inputs], **recipe.attr)
+    inputs = [_evaluate(part, read) for part in recipe.inputs]
+    try:
+        return TRANSFORMS[recipe.op](inputs, **recipe.attr)
+    except (ValueError, PluginError) as error:
+        raise CheckpointError(f"{', '.join(sources_of(recipe))}: {error}") from error
 
 
 def _read(leaf: Source | Literal, source: TensorSource) -> Tensor:

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, silu
 
+from qwen4exp_trt.plugins.experts import gated_mlp, mix_experts
 from qwen4exp_trt.plugins.moe.cases import CASES
 from qwen4exp_trt.plugins.moe.reference import reference
 from qwen4exp_trt.plugins.packed import NUM_SEQS
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
-
-
-def route(x: Tensor, router_weight: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
-    """Expert weights (float32) and ids of each token, both ``[T, top_k]``. Ties go to the lower expert."""
-    probabilities = (x.float() @ router_weight.float().T).softmax(-1)
-    weights, experts = (out[:, :top_k] for out in probabilities.sort(dim=-1, descending=True, stable=True))
-    return (weights / weights.sum(-1, keepdim=True) if norm_topk_prob else weights), experts
-
-
-def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """``down(silu(gate x) * up x)`` accumulated in float32; the hidden vector is rounded to the dtype of ``x``."""
-    gate, up = (x.float() @ gate_up.float().T).chunk(2, -1)
-    return (silu(gate) * up).to(x.dtype).float() @ down.float().T
 
 
 def body(
@@ -38,15 +25,17 @@ def body(
     num_experts_per_tok: int,
     norm_topk_prob: int,
 ) -> Tensor:
-    num_rows, x = x.shape[0], x[: int(query_start_loc[int(num_seqs)])]
-    weights, experts = route(x, router_weight, num_experts_per_tok, bool(norm_topk_prob))
-    shared_gate = (x.float() @ shared_expert_gate.float().T).sigmoid()
-    out = shared_gate * gated_mlp(x, shared_gate_up_proj, shared_down_proj)
-    for expert in experts.unique().tolist():
-        token, choice = (experts == expert).nonzero(as_tuple=True)
-        part = gated_mlp(x[token], gate_up_proj[expert], down_proj[expert])
-        out.index_add_(0, token, part * weights[token, choice, None])
-    return pad(out.to(x.dtype), (0, 0, 0, num_rows - len(x)))
+    return mix_experts(
+        x,
+        router_weight,
+        shared_expert_gate,
+        query_start_loc,
+        num_seqs,
+        num_experts_per_tok,
+        bool(norm_topk_prob),
+        lambda expert, rows: gated_mlp(rows, gate_up_proj[expert], down_proj[expert]),
+        lambda rows: gated_mlp(rows, shared_gate_up_proj, shared_down_proj),
+    )
 
 
 SPEC = OpSpec(

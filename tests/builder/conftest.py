@@ -45,7 +45,11 @@ def quick(compiled: CompiledProgram, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(build_module, "compile_program", compile_quickly)
     monkeypatch.setattr(build_module, "_load_trt", lambda options: torch if options.has_engine else None)
-    monkeypatch.setattr(build_module, "build_engine", lambda *args: EngineBuild(b"engine", {}))
+    monkeypatch.setattr(
+        build_module,
+        "build_engine",
+        lambda *args: EngineBuild(b"engine", {"activation_bytes": {"decode": 2**20, "prefill": 3 * 2**20}}),
+    )
 
 
 @pytest.fixture

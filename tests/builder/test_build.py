@@ -23,6 +23,7 @@ from qwen4exp_trt.builder.compile import CompiledProgram
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.passes.base import graph_pass
 from qwen4exp_trt.runtime import LLM, SamplingParams
+from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE, Manifest
 from qwen4exp_trt.runtime.program import Program
 
@@ -98,7 +99,7 @@ def test_checkpoint_path_is_recorded_absolute(
     assert main([checkpoint.name, "-o", str(tmp_path / "bundle"), *FLOAT32]) == 0
     ref = Manifest.load(tmp_path / "bundle").checkpoint
     assert ref is not None and ref.path == str(checkpoint.resolve())
-    assert ref.files == {"model.safetensors": (checkpoint / "model.safetensors").stat().st_size}
+    assert ref.files == {"model.safetensors": FileIdentity.of(checkpoint / "model.safetensors")}
 
 
 def test_config_only_takes_tokenizer_files_of_a_folder_but_not_from_beside_a_config(

@@ -14,10 +14,10 @@ from onnx import helper
 from torch import Tensor
 
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine
-from qwen4exp_trt.builder.onnx_graph import ONNX_DTYPES, OPSET, PLUGIN_OPSET
+from qwen4exp_trt.builder.onnx_graph import OPSET, PLUGIN_OPSET, value_info
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.registry import all_specs
-from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec
+from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, element_shape
 from qwen4exp_trt.plugins.tensorrt import AttrFields, attrs_from_fields, make_creators, register_creators
 from qwen4exp_trt.runtime.trt_module import load_trt
 
@@ -25,7 +25,14 @@ pytestmark = pytest.mark.trt
 
 SPECS = [pytest.param(spec, id=spec.name) for spec in all_specs().values()]
 BF16 = torch.bfloat16
-TRT_NAMES = {BF16: "BFloat16", torch.float32: "Float", torch.int32: "Int32", torch.int64: "Int64"}
+TRT_NAMES = {
+    BF16: "BFloat16",
+    torch.float32: "Float",
+    torch.int32: "Int32",
+    torch.int64: "Int64",
+    torch.float8_e4m3fn: "FP8",
+    torch.float4_e2m1fn_x2: "FP4",
+}
 TARGET = "sm121"
 
 
@@ -59,10 +66,6 @@ def results(spec: OpSpec) -> dict[str, Tensor]:
     return dict(zip(names, [*outputs, *states], strict=True))
 
 
-def value_info(name: str, tensor: Tensor) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(name, ONNX_DTYPES[tensor.dtype], list(tensor.shape))
-
-
 @cache
 def one_node_engine(op_name: str) -> EngineBuild:
     """An engine of the op alone, with the shapes of its sample operands."""
@@ -73,8 +76,8 @@ def one_node_engine(op_name: str) -> EngineBuild:
     graph = helper.make_graph(
         [node],
         spec.name,
-        [value_info(name, operands(spec)[name]) for name in inputs],
-        [value_info(name, tensor) for name, tensor in outputs.items()],
+        [value_info(name, operands(spec)[name].dtype, operands(spec)[name].shape) for name in inputs],
+        [value_info(name, tensor.dtype, tensor.shape) for name, tensor in outputs.items()],
     )
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(NAMESPACE, PLUGIN_OPSET)]
     model = helper.make_model(graph, opset_imports=opsets)
@@ -86,7 +89,7 @@ def test_outputs_and_aliased_states_have_the_types_of_the_op(spec: OpSpec) -> No
     found = {t["name"]: (t["dtype"], t["dims"]) for t in one_node_engine(spec.name).layers["io_tensors"]}
     for name, tensor in {**operands(spec), **results(spec)}.items():
         if isinstance(tensor, Tensor):
-            assert found.pop(name) == (TRT_NAMES[tensor.dtype], list(tensor.shape)), name
+            assert found.pop(name) == (TRT_NAMES[tensor.dtype], element_shape(tensor.shape, tensor.dtype)), name
     assert not found
 
 

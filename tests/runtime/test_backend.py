@@ -8,16 +8,17 @@ from safetensors.torch import save_file
 
 from qwen4exp_trt.errors import BundleError, CheckpointError
 from qwen4exp_trt.runtime.backend import allocate_states, open_checkpoint
+from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.manifest import CheckpointRef
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
 
 BUNDLE = Path("a-bundle")
 
 
-def write_checkpoint(folder: Path, size: int = 4) -> CheckpointRef:
+def write_checkpoint(folder: Path, size: int = 4, value: float = 0.0) -> CheckpointRef:
     folder.mkdir(parents=True)
-    save_file({"w": torch.zeros(size)}, folder / "model.safetensors")
-    return CheckpointRef(str(folder), {"model.safetensors": (folder / "model.safetensors").stat().st_size})
+    save_file({"w": torch.full((size,), value)}, folder / "model.safetensors")
+    return CheckpointRef(str(folder), Checkpoint.open(folder).identity())
 
 
 def test_states_have_the_extents_of_their_pools_and_their_initial_values() -> None:
@@ -60,6 +61,16 @@ def test_another_checkpoint_is_refused(tmp_path: Path) -> None:
     ref = write_checkpoint(tmp_path / "a")
     write_checkpoint(tmp_path / "b", size=5)
     with pytest.raises(CheckpointError, match=r"b is not the checkpoint that was expected: model\.safetensors has"):
+        open_checkpoint(BUNDLE, ref, tmp_path / "b")
+
+
+def test_a_fine_tune_is_refused(tmp_path: Path) -> None:
+    """Trap: every name, shape, dtype and size of it is right."""
+    ref = write_checkpoint(tmp_path / "a")
+    write_checkpoint(tmp_path / "b", value=1e-3)
+    with pytest.raises(
+        CheckpointError, match=r"b is not the checkpoint .*model\.safetensors has the same size but other"
+    ):
         open_checkpoint(BUNDLE, ref, tmp_path / "b")
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from qwen4exp_trt.errors import CheckpointError
 from qwen4exp_trt.runtime.checkpoint import INDEX_NAME, Checkpoint, listing
+from qwen4exp_trt.runtime.file_identity import FileIdentity
 
 TENSORS = {
     "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),
@@ -49,7 +51,10 @@ def test_layouts(tmp_path: Path, shards: dict[str, str], indexed: str | None) ->
         found = checkpoint.tensor(name)
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
-    assert checkpoint.files == {file: (tmp_path / file).stat().st_size for file in shards}
+    assert checkpoint.files == tuple(shards)
+    assert {file: identity.size for file, identity in checkpoint.identity().items()} == {
+        file: (tmp_path / file).stat().st_size for file in shards
+    }
 
 
 def test_tensor_is_a_view_of_the_mapped_file(tmp_path: Path) -> None:
@@ -144,15 +149,77 @@ def test_unknown_tensor(tmp_path: Path) -> None:
 
 def test_identity_accepts_more_files_but_no_other_sizes(tmp_path: Path) -> None:
     write_shards(tmp_path, {"x.safetensors": "a", "y.safetensors": "b"})
-    files = Checkpoint.open(tmp_path).files
+    old = Checkpoint.open(tmp_path).identity()
     write_shards(tmp_path, {"y.safetensors": "bc", "extra.safetensors": "d"})
     (tmp_path / "x.safetensors").unlink()
     checkpoint = Checkpoint.open(tmp_path)
-    checkpoint.verify_identity({"extra.safetensors": checkpoint.files["extra.safetensors"]})
+    new = checkpoint.identity()
+    checkpoint.verify_identity({"extra.safetensors": new["extra.safetensors"]})
+    sizes = f"{new['y.safetensors'].size} bytes instead of {old['y.safetensors'].size}"
+    assert f"x.safetensors is missing, y.safetensors has {sizes};" in refused_identity(checkpoint, old)
+
+
+def refused_identity(checkpoint: Checkpoint, expected: dict[str, FileIdentity]) -> str:
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.verify_identity(files)
-    sizes = f"{checkpoint.files['y.safetensors']} bytes instead of {files['y.safetensors']}"
-    assert f"x.safetensors is missing, y.safetensors has {sizes};" in str(caught.value)
+        checkpoint.verify_identity(expected)
+    return str(caught.value)
+
+
+def flip_byte(path: Path, offset: int) -> None:
+    """Change one byte, counted from the end of the file where ``offset`` is negative."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("offset", [-1, -20, -24])
+def test_identity_of_a_small_file_is_all_of_its_content(tmp_path: Path, offset: int) -> None:
+    write_shards(tmp_path, {"x.safetensors": "a", "y.safetensors": "b"})
+    expected = Checkpoint.open(tmp_path).identity()
+    flip_byte(tmp_path / "x.safetensors", offset)
+    message = refused_identity(Checkpoint.open(tmp_path), expected)
+    assert "not the checkpoint that was expected: x.safetensors has the same size but other content;" in message
+
+
+def test_identity_covers_the_names_in_the_header(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(4)}, tmp_path / "x.safetensors")
+    expected = Checkpoint.open(tmp_path).identity()
+    save_file({"b": torch.ones(4)}, tmp_path / "x.safetensors")
+    assert "x.safetensors has the same size but other content" in refused_identity(Checkpoint.open(tmp_path), expected)
+
+
+def test_identity_of_a_large_file_samples_it(tmp_path: Path) -> None:
+    """A fine-tune changes weights everywhere; any 64th of the data, and its ends, are enough to see it."""
+    size = 64 << 20
+    data = torch.zeros(size, dtype=torch.uint8)
+    path = tmp_path / "x.safetensors"
+
+    def identity() -> FileIdentity:
+        save_file({"a": data}, path)
+        return FileIdentity.of(path)
+
+    original = identity()
+    for start in (0, size // 3, size - size // 63):
+        data[start : start + size // 63] = 1
+        assert identity() != original
+        data.zero_()
+    assert identity() == original
+    for end in (0, -1):
+        data[end] = 1
+        assert identity() != original
+        data.zero_()
+
+
+def test_identity_of_a_file_of_many_gigabytes_is_cheap(tmp_path: Path) -> None:
+    size = 5 << 30
+    header = json.dumps({"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}).encode()
+    with (tmp_path / "x.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + size)
+    checkpoint = Checkpoint.open(tmp_path)
+    begin = time.perf_counter()
+    checkpoint.verify_identity(checkpoint.identity())
+    assert time.perf_counter() - begin < 1, "131 files of this size must not take minutes"
 
 
 def test_listing_is_bounded() -> None:

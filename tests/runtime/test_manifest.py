@@ -10,6 +10,7 @@ import pytest
 from qwen4exp_trt import __version__
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import FORMAT_VERSION, MANIFEST_FILE, CheckpointRef, FileRef, Manifest
 
@@ -30,7 +31,7 @@ def make_manifest(folder: Path) -> Manifest:
         limits=EngineLimits(2, 64, 32, 16),
         vocab_size=96,
         stop_token_ids=(3, 5),
-        checkpoint=CheckpointRef("/somewhere", {"model.safetensors": 1234}),
+        checkpoint=CheckpointRef("/somewhere", {"model.safetensors": FileIdentity(1234, "0" * 64)}),
         plugins={name: spec.version for name, spec in all_specs().items()},
         profiles={"decode": {"input_ids": [[1], [4], [8]]}},
         passes=[{"name": "drop_dead_code", "rewrites": 3, "max_error": None}],

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qwen4exp_trt.errors import BundleError, CheckpointError
+from qwen4exp_trt.plugins import number_formats
+from qwen4exp_trt.runtime import weights as weights_module
 from qwen4exp_trt.runtime.specs import Literal, Source, TensorSpec, Transform, WeightRecipe, WeightSpec
 from qwen4exp_trt.runtime.weights import (
     TRANSFORMS,
@@ -122,7 +124,8 @@ def test_a_dtype_that_does_not_exist_is_refused() -> None:
 def test_recipes_are_made_of_known_transforms_only() -> None:
     with pytest.raises(AssertionError):
         transform("quantize", Source("a"))
-    assert set(TRANSFORMS) == {"cast", "add", "concat", "stack", "reshape"}
+    dequantize = {"dequantize_fp8", "dequantize_fp8_blocks", "dequantize_nvfp4"}
+    assert set(TRANSFORMS) == {"cast", "add", "concat", "stack", "reshape", *dequantize}
 
 
 def test_a_weight_is_contiguous() -> None:
@@ -167,6 +170,70 @@ def read_part(_: str) -> Tensor:
 SOURCES = [Source(str(i)) for i in range(PARTS)]
 CASTED = [cast(source, "bfloat16") for source in SOURCES]
 PAIRS = [transform("concat", *CASTED[i : i + 2], dim=0) for i in range(0, PARTS, 2)]
+
+
+QUANTIZED = {
+    "fp8": torch.randn(300, 200).to(torch.float8_e4m3fn),
+    "scale": torch.tensor(0.3).bfloat16(),
+    "grid": torch.rand(3, 2) + 0.5,
+    "packed": torch.randint(0, 256, (300, 96), dtype=torch.uint8),
+    "block_scales": (torch.rand(300, 12) * 4).to(torch.float8_e4m3fn),
+    "global_scale": torch.tensor(0.01),
+}
+NVFP4 = transform("dequantize_nvfp4", *map(Source, ("packed", "block_scales", "global_scale")))
+FP8_BLOCKS = transform("dequantize_fp8_blocks", Source("fp8"), Source("grid"))
+
+
+@pytest.mark.parametrize("rows_at_once", [128, 256, 8192])
+def test_weights_are_dequantized_in_groups_of_rows(monkeypatch: pytest.MonkeyPatch, rows_at_once: int) -> None:
+    monkeypatch.setattr(weights_module, "_ROWS_AT_ONCE", rows_at_once)
+    fp8 = QUANTIZED["fp8"].float()
+    grid = QUANTIZED["grid"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
+    assert torch.equal(materialize(FP8_BLOCKS, QUANTIZED.__getitem__), fp8 * grid)
+    whole = number_formats.dequantize_nvfp4(*(QUANTIZED[name] for name in ("packed", "block_scales", "global_scale")))
+    assert torch.equal(materialize(NVFP4, QUANTIZED.__getitem__), whole)
+    per_tensor = transform("dequantize_fp8", Source("fp8"), Source("scale"))
+    assert torch.equal(materialize(per_tensor, QUANTIZED.__getitem__), fp8 * QUANTIZED["scale"].float())
+
+
+def test_dequantized_parts_are_joined_in_the_precision_of_the_result() -> None:
+    """Each part is made in float32 and rounded once."""
+    joined = transform("stack", NVFP4, NVFP4)
+    got = materialize(cast(joined, "bfloat16"), QUANTIZED.__getitem__)
+    part = materialize(NVFP4, QUANTIZED.__getitem__)
+    assert torch.equal(got, torch.stack([part, part]).bfloat16())
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0x80, 0xFF])
+@pytest.mark.parametrize("row", [0, 299])
+def test_block_scales_that_are_nan_or_negative(monkeypatch: pytest.MonkeyPatch, byte: int, row: int) -> None:
+    monkeypatch.setattr(weights_module, "_ROWS_AT_ONCE", 128)
+    damaged = QUANTIZED["block_scales"].clone()
+    damaged.view(torch.uint8)[row, 3] = byte
+    with pytest.raises(CheckpointError, match="packed, block_scales, global_scale: a block scale is NaN or negative"):
+        materialize(NVFP4, (QUANTIZED | {"block_scales": damaged}).__getitem__)
+
+
+def test_quantized_tensors_of_other_shapes_are_named() -> None:
+    """A recipe of a checkpoint that was exchanged behind its headers."""
+    wrong = {"block_scales": QUANTIZED["block_scales"][:, :10], "grid": QUANTIZED["grid"][:2]}
+    for recipe, names in ((NVFP4, "packed, block_scales, global_scale: "), (FP8_BLOCKS, "fp8, grid: ")):
+        with pytest.raises(CheckpointError, match=names):
+            materialize(recipe, (QUANTIZED | wrong).__getitem__)
+
+
+def test_many_dequantized_parts_take_little_memory_beside_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part in float32, and what dequantizing 128 of its 1024 rows takes."""
+    monkeypatch.setattr(weights_module, "_ROWS_AT_ONCE", 128)
+    rows, columns, parts = 1024, 160, 8
+    sources = {
+        "packed": torch.zeros(rows, columns // 2, dtype=torch.uint8),
+        "block_scales": torch.ones(rows, columns // 16).to(torch.float8_e4m3fn),
+        "global_scale": torch.tensor(1.0),
+    }
+    result, part, group = 2 * parts * rows * columns, 4 * rows * columns, 4 * 128 * columns
+    peak = peak_of(cast(transform("concat", *[NVFP4] * parts, dim=0), "bfloat16"), sources.__getitem__)
+    assert result + part <= peak <= result + part + 4 * group
 
 
 @pytest.mark.parametrize(

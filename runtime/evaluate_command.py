@@ -1,0 +1,146 @@
+"""``qwen4exp-eval BUNDLE TEXT``: perplexity of a text, and the distance from another bundle."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from qwen4exp_trt.errors import RequestError
+from qwen4exp_trt.runtime.backend import BACKENDS
+from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
+from qwen4exp_trt.runtime.evaluation import Evaluation, default_window, evaluate
+from qwen4exp_trt.runtime.llm import LLM
+from qwen4exp_trt.runtime.manifest import Manifest
+
+PROG = "qwen4exp-eval"
+
+_NAME_WIDTH = 20
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(prog=PROG, description="Measure how well a bundle predicts a text.")
+    add = parser.add_argument
+    add("bundle", type=Path, help="folder made by qwen4exp-build")
+    add("text", type=Path, help="file with the text, UTF-8")
+    add("--against", type=Path, metavar="BUNDLE", help="compare the predictions with those of this bundle")
+    add(
+        "--window",
+        type=int,
+        metavar="N",
+        help="tokens that are predicted from each other; windows do not overlap and the first token of each is not "
+        "predicted (default: 512, or the max_seq_len of the bundle if that is less)",
+    )
+    add("--max-tokens", type=int, metavar="N", help="use the first N tokens of the text (default: all)")
+    add("--json", type=Path, metavar="FILE", help="also write the result there (default: no)")
+    add("--backend", choices=BACKENDS, default="eager", help="what executes (default: %(default)s)")
+    add("--device", default="cpu", help="where it executes (default: %(default)s)")
+    for name, whose in (("--checkpoint", "BUNDLE"), ("--against-checkpoint", "the one of --against")):
+        text = f"where the checkpoint of {whose} is now (default: where it was at the build)"
+        add(name, type=Path, metavar="FOLDER", help=text)
+    args = parser.parse_args(argv)
+    if args.against is None and args.against_checkpoint is not None:
+        parser.error("--against-checkpoint needs --against")
+    return args
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluate, printing progress on stderr and the result on stdout."""
+    text = _read_text(args.text)
+    if args.json is not None:
+        _check_json(args.json)
+    llm = _load(args, args.bundle, args.checkpoint)
+    base = None if args.against is None else _load(args, args.against, args.against_checkpoint)
+    progress = _Progress()
+    result = evaluate(
+        llm, text, window=args.window, max_tokens=args.max_tokens, base=base, progress=progress.show_windows
+    )
+    if args.json is not None:
+        _write_json(args, result)
+    print(format_result(result))
+
+
+def _load(args: argparse.Namespace, bundle: Path, checkpoint: Path | None) -> LLM:
+    """A bundle with pages for one window only: its full KV cache may be larger than the model."""
+    limits = Manifest.load(bundle).limits
+    window = default_window(limits.max_seq_len) if args.window is None else args.window
+    num_blocks = min(max(-(-window // limits.block_size), 1), limits.max_num_blocks)
+    return LLM(bundle, args.backend, args.device, checkpoint, num_blocks)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{path}: cannot read the text: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: the text is not UTF-8: {error}") from error
+
+
+def _check_json(path: Path) -> None:
+    """`RequestError` before the work if the file cannot be written after it."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise RequestError(f"{path}: --json cannot write a file there; choose one in an existing, writable folder")
+
+
+def _write_json(args: argparse.Namespace, result: Evaluation) -> None:
+    against = None if args.against is None else str(args.against)
+    data = {"bundle": str(args.bundle), "text": str(args.text), "against": against, **asdict(result)}
+    partial = args.json.with_name(f".{args.json.name}.partial")
+    try:
+        partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        partial.replace(args.json)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise RequestError(f"{args.json}: cannot write the result: {error.strerror}") from error
+
+
+class _Progress:
+    """One line on stderr that a terminal rewrites; elsewhere a line now and then, and one for the last window."""
+
+    def __init__(self) -> None:
+        self._begin = self._last = time.monotonic()
+
+    def show_windows(self, done: int, total: int) -> None:
+        now, is_terminal = time.monotonic(), sys.stderr.isatty()
+        if not is_terminal and done < total and now - self._last < _SECONDS_BETWEEN_LINES:
+            return
+        self._last, seconds = now, now - self._begin
+        left = seconds / done * (total - done)
+        line = f"window {done} of {total}, {seconds:.0f} s, {left:.0f} s left"
+        print(
+            f"\r{line}\033[K" if is_terminal else line,
+            end="\n" if not is_terminal or done == total else "",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def format_result(result: Evaluation) -> str:
+    """The table on stdout."""
+    rows = {
+        "tokens": f"{result.num_tokens:,} in {result.num_windows:,} windows of {result.window:,}",
+        "perplexity": f"{result.perplexity:.4f}",
+    }
+    if (comparison := result.comparison) is not None:
+        change = result.perplexity / comparison.base_perplexity - 1
+        rows["perplexity"] += f", {change:+.3%} from the base's {comparison.base_perplexity:.4f}"
+        rows["KL(base || this)"] = f"mean {comparison.mean_kl:.6f}, 99.9th percentile {comparison.tail_kl:.6f} nats"
+        rows["top-1 agreement"] = f"{comparison.top1_agreement:.3%}"
+    return "\n".join(f"{name:<{_NAME_WIDTH}}  {value}" for name, value in rows.items())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 with one line on stderr for a user's mistake."""
+    args = parse_args(argv)
+    return run_command(PROG, lambda: run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
