@@ -23,12 +23,12 @@ class Device:
     usable_bytes: int
     """What a process can have of its memory while the system runs."""
     bytes_per_second: float
-    """Of reading memory, measured."""
+    """Of reading memory, as published measurements reached it."""
 
 
 DEVICES = {"sm121": Device("GB10", usable_bytes=114 * 2**30, bytes_per_second=233e9)}
 """By GPU architecture. A GB10 shows 121.6 GiB, of which 114 to 117 can be used, and its memory runs at 273 GB/s, of
-which 231 to 234 are reached."""
+which published measurements reach 231 to 234."""
 
 
 @dataclass(frozen=True)

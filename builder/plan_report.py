@@ -73,7 +73,7 @@ def _tail(plan: Plan) -> Iterator[str]:
         yield f"{'n-gram table':<{_NAME_WIDTH}}  on the device, whole: this version has no other place for it"
     decode = f"{traffic(plan.token_bytes)} for a token of one sequence at {plan.limits.max_seq_len:,} tokens"
     if plan.device is not None and plan.decode_rate is not None:
-        bandwidth = f"{plan.device.bytes_per_second / 1e9:.0f} GB/s, measured on a {plan.device.name}"
+        bandwidth = f"the {plan.device.bytes_per_second / 1e9:.0f} GB/s that others measured on a {plan.device.name}"
         decode = f"at most {plan.decode_rate:,.1f} tokens/s: {decode}, over {bandwidth}"
     yield f"{'decode':<{_NAME_WIDTH}}  {decode}"
 

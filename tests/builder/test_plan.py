@@ -143,7 +143,7 @@ def test_float32_takes_twice_the_weights() -> None:
 
 
 def test_plan_holds_what_the_program_has(checkpoint: Path, compiled: CompiledProgram) -> None:
-    """But for rotary frequencies and hash constants, and gains that the program holds in float32 anyway here."""
+    """But for rotary frequencies and hash constants. In BF16 a program has its folded gains in float32, too."""
     config = ModelConfig.from_dir(checkpoint)
     plan = make_plan(config, EngineLimits(2, 64, 8, 8), "float32", None)
     weights = sum(spec.tensor.num_bytes({}) for spec in compiled.program.weights)
@@ -250,7 +250,7 @@ def test_plan_that_does_not_fit(tmp_path: Path, capsys: Capture) -> None:
     assert rows["activations"].startswith("not yet known")
     assert rows["n-gram table"].startswith("on the device, whole")
     assert re.match(r"at most 16\.9 tokens/s: 13\.83 GB for a token of one sequence at 262,144 tokens", rows["decode"])
-    assert out.rstrip().endswith("over 233 GB/s, measured on a GB10")
+    assert out.rstrip().endswith("over the 233 GB/s that others measured on a GB10")
     assert not list(tmp_path.iterdir())
 
 
