@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+
+from results_file import append_result
 
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.options import BuildOptions
@@ -25,9 +23,6 @@ from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE
 
 BARS = {"total_s": 90.0, "peak_rss_mib": 3 * 1024.0, "engine_mib": 128.0}
 """Upper bounds on a machine with two cores."""
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "build_full_size.jsonl"
 
 
 class StageTimes:
@@ -63,20 +58,6 @@ def measure(config: Path, target: str) -> dict[str, float]:
     }
 
 
-def describe_run(config_path: Path, target: str) -> dict[str, Any]:
-    """What the numbers belong to."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return {
-        "commit": commit.stdout.strip(),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cpus": os.cpu_count(),
-        "config": config_path.name,
-        "target": target,
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the build of an engine from a config.json alone.")
     parser.add_argument("config", type=Path)
@@ -86,10 +67,8 @@ def main() -> int:
     for name, value in results.items():
         bar = f"  (at most {BARS[name]:g})" if name in BARS else ""
         print(f"{name:<24}{value:12.2f}{bar}")
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a", encoding="utf-8") as file:
-        rounded = {name: round(value, 2) for name, value in results.items()}
-        file.write(json.dumps(describe_run(args.config, args.target) | rounded) + "\n")
+    rounded = {name: round(value, 2) for name, value in results.items()}
+    append_result("build_full_size", {"config": args.config.name, "target": args.target} | rounded)
     exceeded = [name for name, bar in BARS.items() if results[name] > bar]
     if exceeded:
         print(f"above the bar: {', '.join(exceeded)}", file=sys.stderr)
