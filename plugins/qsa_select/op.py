@@ -38,9 +38,6 @@ def body(
     batch = PackedBatch.from_metadata(index_q.shape[0], query_start_loc, seq_lens, num_seqs)
     q = batch.pad(index_q).unflatten(-1, (-1, index_k_cache.shape[-1])).float()
     keys = gather_pages(index_k_cache, block_table, len(batch.query_lens)).float()
-    # Pages hold whatever an earlier owner left behind the last complete group; a NaN there must not spread.
-    complete = (batch.context_lens + batch.query_lens) // compress_ratio
-    keys = keys.masked_fill((torch.arange(keys.shape[1]) >= complete[:, None])[..., None], 0.0)
     scores = torch.zeros(*q.shape[:2], keys.shape[1])
     for head in range(q.shape[2]):
         scores += torch.relu(q[:, :, head] @ keys.mT)

@@ -141,7 +141,7 @@ def test_any_cut_equals_one_shot_and_transformers(tiny: Pair, cut_prompt: tuple[
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(cut_prompt=cut_prompts())
 def test_many_cuts_equal_one_shot_and_transformers(tiny: Pair, cut_prompt: tuple[list[int], list[int]]) -> None:
     check_cut_prompt(tiny, *cut_prompt)
