@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qwen4exp_trt.builder.build import BuildReport, build_bundle
-from qwen4exp_trt.builder.options import DEFAULT_BLOCK_SIZE, DEFAULT_PREFILL_CHUNK, PRECISIONS, BuildOptions
+from qwen4exp_trt.builder.options import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_PREFILL_CHUNK,
+    DEFAULT_TARGET,
+    PRECISIONS,
+    BuildOptions,
+)
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND
@@ -23,7 +29,7 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions:
     add = parser.add_argument
     add("checkpoint", type=Path, help="folder with config.json and *.safetensors")
     add("-o", "--output", type=Path, required=True, metavar="BUNDLE", help="folder to write; a bundle is replaced")
-    add("--target", default="sm121", metavar="SM", help="GPU architecture of the engine (default: %(default)s, GB10)")
+    add("--target", metavar="SM", help=f"GPU architecture of the engine (default: {DEFAULT_TARGET}, GB10)")
     add(
         "--precision",
         choices=PRECISIONS,

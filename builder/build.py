@@ -74,7 +74,7 @@ def build_bundle(options: BuildOptions, stage: Stage) -> BuildReport:
     engine = None
     if trt is not None:
         stage("engine")
-        engine = build_engine(trt, compiled.onnx_model, profiles, options.target)
+        engine = build_engine(trt, compiled.onnx_model, profiles, options.engine_target)
     stage("write")
     with staged_folder(options.output) as folder:
         _write_files(folder, program, compiled.onnx_model, engine)
@@ -90,7 +90,7 @@ def _load_trt(options: BuildOptions) -> ModuleType | None:
     if not options.has_engine:
         return None
     trt = load_trt(options.backend)
-    check_target(trt, options.target)
+    check_target(trt, options.engine_target)
     return trt
 
 
@@ -148,7 +148,7 @@ def _manifest(
     return Manifest(
         config=config.to_dict(),
         precision=options.precision,
-        target=options.target if options.has_engine else None,
+        target=options.engine_target if options.has_engine else None,
         backend=options.backend if options.has_engine else None,
         limits=limits,
         vocab_size=config.vocab_size,

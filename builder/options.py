@@ -10,6 +10,7 @@ from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.limits import EngineLimits
 
 PRECISIONS = ("bfloat16", "float32")
+DEFAULT_TARGET = "sm121"
 DEFAULT_PREFILL_CHUNK = 2048
 DEFAULT_BLOCK_SIZE = 64
 
@@ -20,7 +21,8 @@ class BuildOptions:
 
     checkpoint: Path
     output: Path
-    target: str = "sm121"
+    target: str | None = None
+    """None for `DEFAULT_TARGET`, or where there is no engine."""
     precision: str = "bfloat16"
     backend: str = "tensorrt-rtx"
     max_batch_size: int = 8
@@ -35,6 +37,11 @@ class BuildOptions:
     def has_engine(self) -> bool:
         """A float32 bundle serves verification by the eager backend only."""
         return self.precision != "float32"
+
+    @property
+    def engine_target(self) -> str:
+        """The GPU architecture that an engine is built for."""
+        return DEFAULT_TARGET if self.target is None else self.target
 
     @property
     def text_folder(self) -> Path | None:
@@ -65,5 +72,7 @@ class BuildOptions:
         """`BuildError` for options that contradict each other or the file system."""
         if self.precision not in PRECISIONS:
             raise BuildError(f"--precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
+        if self.target is not None and not self.has_engine:
+            raise BuildError(f"--target is {self.target!r}, but a {self.precision} bundle has no engine; leave it out")
         if self.verify and self.config_only:
             raise BuildError("--verify executes the program with its weights, which --config-only does not read")
