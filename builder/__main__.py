@@ -13,6 +13,7 @@ from qwen4exp_trt.builder.build import BuildReport, build_bundle, plan_bundle
 from qwen4exp_trt.builder.options import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_PREFILL_CHUNK,
+    DEFAULT_TARGET,
     PRECISIONS,
     BuildOptions,
     PlanOptions,
@@ -35,7 +36,7 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
     add = parser.add_argument
     add("checkpoint", type=Path, help="folder with config.json and *.safetensors")
     add("-o", "--output", type=Path, metavar="BUNDLE", help="folder to write; a bundle is replaced")
-    add("--target", default="sm121", metavar="SM", help="GPU architecture of the engine (default: %(default)s, GB10)")
+    add("--target", metavar="SM", help=f"GPU architecture of the engine (default: {DEFAULT_TARGET}, GB10)")
     add(
         "--precision",
         choices=PRECISIONS,

@@ -58,7 +58,7 @@ class BuildReport:
 
 def plan_bundle(options: PlanOptions, config: ModelConfig) -> Plan:
     """What the bundle will need on its target."""
-    target = options.target if options.has_engine else None
+    target = options.engine_target if options.has_engine else None
     return make_plan(config, options.limits_for(config), options.precision, target)
 
 
@@ -91,7 +91,7 @@ def build_bundle(
     engine = None
     if trt is not None:
         stage("engine")
-        engine = build_engine(trt, compiled.onnx_model, profiles, options.target)
+        engine = build_engine(trt, compiled.onnx_model, profiles, options.engine_target)
         plan = plan.with_activations(engine.activation_bytes)
     stage("write")
     with staged_folder(options.output) as folder:
@@ -108,7 +108,7 @@ def _load_trt(options: BuildOptions) -> ModuleType | None:
     if not options.has_engine:
         return None
     trt = load_trt(options.backend)
-    check_target(trt, options.target)
+    check_target(trt, options.engine_target)
     return trt
 
 
@@ -166,7 +166,7 @@ def _manifest(
     return Manifest(
         config=config.to_dict(),
         precision=options.precision,
-        target=options.target if options.has_engine else None,
+        target=options.engine_target if options.has_engine else None,
         backend=options.backend if options.has_engine else None,
         limits=limits,
         vocab_size=config.vocab_size,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -11,24 +14,28 @@ from pathlib import Path
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.runtime.manifest import MANIFEST_FILE, FileRef
 
+_PARTIAL, _OLD = ".partial", ".old"
+_STALE_SECONDS = 24 * 3600
+"""Longer than any build writes: what is older was left by one that was killed."""
+
 
 @contextmanager
 def staged_folder(output: Path) -> Iterator[Path]:
     """A new folder beside ``output`` that takes its name when the block ends, and is removed if the block fails.
 
-    An earlier bundle of that name is replaced at the end. Raises what `check_output` does, and `BuildError` for an
-    OSError inside the block, such as a full disk.
+    An earlier bundle of that name is replaced at the end; of several builds at once the last one to end stays. Raises
+    what `check_output` does, and `BuildError` for an OSError inside the block, such as a full disk.
     """
     check_output(output)
     output = output.resolve()
-    staging = output.with_name(f".{output.name}.partial")
+    # mkdtemp would make a folder, and so a bundle, that only its owner can read.
+    staging = output.with_name(f".{output.name}.{secrets.token_hex(4)}{_PARTIAL}")
     new_parents = [parent for parent in output.parents if not parent.exists()]
     try:
-        if staging.exists():  # of a build that was killed
-            shutil.rmtree(staging)
         staging.mkdir(parents=True)
         yield staging
         _replace_folder(staging, output)
+        _remove_stale(output)
     except OSError as error:
         raise BuildError(f"cannot write the bundle {output}: {error}") from error
     finally:
@@ -56,17 +63,25 @@ def check_output(output: Path) -> None:
 
 
 def _replace_folder(staging: Path, output: Path) -> None:
-    old = output.with_name(f".{output.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = staging.with_suffix(_OLD)
     if output.exists():
         os.replace(output, old)
     try:
         os.replace(staging, output)
     except BaseException:
-        if old.exists():
+        if old.exists() and not output.exists():
             os.replace(old, output)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _remove_stale(output: Path) -> None:
+    name = f".{glob.escape(output.name)}.{'[0-9a-f]' * 8}"
+    for path in (*output.parent.glob(name + _PARTIAL), *output.parent.glob(name + _OLD)):
+        with suppress(FileNotFoundError):  # another build may remove it, too
+            # The change time, since a renamed folder keeps its modification time.
+            if time.time() - path.stat().st_ctime > _STALE_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def hash_files(folder: Path) -> dict[str, FileRef]:

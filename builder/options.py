@@ -10,6 +10,7 @@ from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.limits import EngineLimits
 
 PRECISIONS = ("bfloat16", "float32")
+DEFAULT_TARGET = "sm121"
 DEFAULT_PREFILL_CHUNK = 2048
 DEFAULT_BLOCK_SIZE = 64
 
@@ -22,7 +23,8 @@ class PlanOptions:
     """
 
     checkpoint: Path
-    target: str = "sm121"
+    target: str | None = None
+    """None for `DEFAULT_TARGET`, or where there is no engine."""
     precision: str = "bfloat16"
     max_batch_size: int = 8
     max_seq_len: int | None = None
@@ -35,6 +37,11 @@ class PlanOptions:
     def has_engine(self) -> bool:
         """A float32 bundle serves verification by the eager backend only."""
         return self.precision != "float32"
+
+    @property
+    def engine_target(self) -> str:
+        """The GPU architecture that an engine is built for."""
+        return DEFAULT_TARGET if self.target is None else self.target
 
     @property
     def text_folder(self) -> Path | None:
@@ -65,6 +72,8 @@ class PlanOptions:
         """`BuildError` for options that are impossible or contradict each other."""
         if self.precision not in PRECISIONS:
             raise BuildError(f"--precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
+        if self.target is not None and not self.has_engine:
+            raise BuildError(f"--target is {self.target!r}, but a {self.precision} bundle has no engine; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

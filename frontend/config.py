@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from qwen4exp_trt.errors import ConfigError
-from qwen4exp_trt.frontend.config_rules import FULL_ATTENTION, LINEAR_ATTENTION, check_config, is_int, require
+from qwen4exp_trt.frontend.config_rules import (
+    FULL_ATTENTION,
+    LINEAR_ATTENTION,
+    MAX_NUM_LAYERS,
+    check_config,
+    is_int,
+    require,
+)
 from qwen4exp_trt.runtime.json_files import read_json_object
 
 MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text", "qwen3_8_flash_next", "qwen3_8_flash_next_text")
@@ -48,6 +55,8 @@ class ModelConfig:
     rope_theta: float
     partial_rotary_factor: float
     mrope_section: tuple[int, ...]
+    """Any three counts, as in transformers: frequencies beyond a count follow the temporal axis, whose count is unused,
+    and counts beyond the frequencies have no effect."""
 
     linear_conv_kernel_dim: int
     linear_key_head_dim: int
@@ -219,7 +228,8 @@ def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
         count, interval = text.get("num_hidden_layers", 0), text.get("full_attention_interval", 4)
         require(is_int(count), "num_hidden_layers", count, "an integer")
         require(is_int(interval) and interval > 0, "full_attention_interval", interval, "a positive integer")
-        return tuple(FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(count))
+        layers = range(min(count, MAX_NUM_LAYERS))  # no more are allowed, and 10**9 would take forever
+        return tuple(FULL_ATTENTION if (layer + 1) % interval == 0 else LINEAR_ATTENTION for layer in layers)
     require(isinstance(names, list), "layer_types", names, "a list")
     return tuple(FULL_ATTENTION if name in _FULL_ATTENTION_NAMES else name for name in names)
 

@@ -48,6 +48,19 @@ _SMALLEST_WITH_PLE = {
 }
 
 
+MAX_NUM_LAYERS = 1024
+_LARGEST = {
+    "num_hidden_layers": MAX_NUM_LAYERS,
+    "num_experts": 8192,
+    "hc_count": 64,
+    "ngram_size": 16,
+    "heads_per_ngram": 64,
+}
+"""Of what there is a tensor or a constant each: far above any model, and below what would take forever to list."""
+_LARGEST_EXTENT = 2**31 - 1
+"""Of every other integer but the seed."""
+
+
 def require(condition: bool, name: str, value: object, rule: str) -> None:
     """Raise `ConfigError` unless ``condition`` holds."""
     if not condition:
@@ -58,6 +71,7 @@ def check_config(config: ModelConfig) -> None:
     """Raise `ConfigError` for the first constraint that ``config`` violates."""
     _check_types(config)
     _check_smallest(config, _SMALLEST)
+    _check_largest(config)
     _check_attention(config)
     _check_moe_and_output(config)
     if any(getattr(config, name) is not None for name in _INDEXER_FIELDS):
@@ -100,6 +114,13 @@ def _check_smallest(config: ModelConfig, table: dict[str, int]) -> None:
     for name, smallest in table.items():
         value = getattr(config, name)
         require(value >= smallest, name, value, f"at least {smallest}")
+
+
+def _check_largest(config: ModelConfig) -> None:
+    for name, value in vars(config).items():
+        if is_int(value) and name != "seed":
+            largest = _LARGEST.get(name, _LARGEST_EXTENT)
+            require(value <= largest, name, value, f"at most {largest}")
 
 
 def _check_multiple(config: ModelConfig, name: str, of: str) -> None:
@@ -157,4 +178,5 @@ def _check_ple(config: ModelConfig) -> None:
     require(ids[0] >= 1 and ids[-1] <= count, "ple_layer_ids", ids, f"one-indexed layers, from 1 to {count}")
     full = [layer_id for layer_id in ids if not config.is_linear(layer_id - 1)]
     require(not full, "ple_layer_ids", ids, f"layers of type {LINEAR_ATTENTION}, which {full} are not")
-    require(len(config.eos_token_ids) > 0, "eos_token_id", None, "set, because it cuts the n-grams of ple_layer_ids")
+    eos_ids, rule = list(config.eos_token_ids), "one id or more, not null, because it cuts the n-grams of ple_layer_ids"
+    require(len(eos_ids) > 0, "eos_token_id", eos_ids, rule)

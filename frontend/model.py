@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +93,7 @@ class TextModel(nn.Module):
         batch = Batch(input_ids, positions, query_start_loc, seq_lens, slot_ids, block_table, num_seqs, logits_indices)
         by_key = dict(zip(self.state_keys, states, strict=True))
         shared = (self.inv_freq, self.no_selection, batch, by_key)
-        first, *others = self.layers
+        first, *others = cast("list[DecoderLayer]", list(self.layers))
         stack = torch.cat([self.embed_tokens(input_ids)] * self.hc_count, -1)
         stack, y, inject = first(stack, *shared)
         combine = first.mlp_hyper_connection.combine

@@ -17,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from qwen4exp_trt.errors import BundleError, RequestError
+from qwen4exp_trt.runtime.json_files import read_json_object
 
 TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -35,32 +36,36 @@ class ChatTemplate:
         """The chat template of a checkpoint or bundle folder, or None if it has none.
 
         chat_template.jinja comes before ``chat_template`` in tokenizer_config.json (a string, or a list of
-        ``{name, template}`` with ``default`` and perhaps ``tool_use``). Raises BundleError for files not so shaped.
+        ``{name, template}`` with ``default`` and perhaps ``tool_use``). Raises BundleError for files not so shaped and
+        for templates that do not compile.
         """
-        folder = Path(path)
-        config = _read_tokenizer_config(folder / TOKENIZER_CONFIG_FILE)
-        special_tokens = _special_tokens(config)
-        if (folder / TEMPLATE_FILE).is_file():
-            return cls((folder / TEMPLATE_FILE).read_text(encoding="utf-8"), None, special_tokens)
-        found = config.get("chat_template")
-        if found is None:
+        template_file, config_file = Path(path) / TEMPLATE_FILE, Path(path) / TOKENIZER_CONFIG_FILE
+        config = read_json_object(config_file, BundleError) if config_file.exists() else {}
+        if template_file.exists():
+            file, templates = template_file, {"default": _read_template(template_file)}
+        elif config.get("chat_template") is not None:
+            file, templates = config_file, _named_templates(config["chat_template"], config_file)
+        else:
             return None
-        if isinstance(found, str):
-            return cls(found, None, special_tokens)
-        templates = _named_templates(found, folder / TOKENIZER_CONFIG_FILE)
-        return cls(templates["default"], templates.get("tool_use"), special_tokens)
+        for name, source in templates.items():
+            _check_template(source, f"{file}: the template {name!r}")
+        return cls(templates["default"], templates.get("tool_use"), _special_tokens(config))
 
 
-def _read_tokenizer_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
+def _read_template(file: Path) -> str:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BundleError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise BundleError(f"{file} holds a {type(config).__name__}; a JSON object was expected")
-    return config
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"{file}: cannot be read as UTF-8 text: {error}") from error
+
+
+def _check_template(source: str, where: str) -> None:
+    try:
+        _compile_template(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise BundleError(f"{where} has a syntax error in line {error.lineno}: {error.message}") from error
+    except Exception as error:  # Python compiles what Jinja makes of it, and may fail in any way
+        raise BundleError(f"{where} does not compile: {type(error).__name__}: {error}") from error
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -75,11 +80,13 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _named_templates(found: Any, file: Path) -> dict[str, str]:
     try:
-        templates = {entry["name"]: entry["template"] for entry in found}
+        templates = {"default": found} if isinstance(found, str) else {e["name"]: e["template"] for e in found}
     except (TypeError, KeyError) as error:
         raise BundleError(
             f"chat_template in {file} is neither a string nor a list of {{name, template}}: {error!r}"
         ) from error
+    if not all(isinstance(text, str) for text in (*templates, *templates.values())):
+        raise BundleError(f"chat_template in {file} has names or templates that are not strings")
     if "default" not in templates:
         raise BundleError(f"chat_template in {file} names {sorted(templates)}; one named 'default' was expected")
     return templates
@@ -95,6 +102,7 @@ def render_chat(
 ) -> str:
     """Prompt text for ``messages`` (mappings with a ``role``; None values count as absent) and JSON-schema ``tools``.
 
+    Arguments of tool calls may be objects or, as in OpenAI's API, their JSON text.
     ``enable_thinking`` None leaves the choice to the template. ``kwargs`` are further variables of the template, such
     as ``reasoning_effort``. Raises RequestError for malformed messages or tools and with the message of a template
     that refuses them or fails.
@@ -134,7 +142,25 @@ def _checked_messages(messages: Any) -> list[dict[str, Any]]:
     for index, message in enumerate(checked):
         if "role" not in message or not isinstance(message["role"], str):
             raise RequestError(f"messages[{index}] is {message!r}; it needs a 'role' that is a string")
+        if isinstance(message.get("tool_calls"), list):
+            message["tool_calls"] = [_with_parsed_arguments(call, index) for call in message["tool_calls"]]
     return [{key: value for key, value in message.items() if value is not None} for message in checked]
+
+
+def _with_parsed_arguments(call: Any, index: int) -> Any:
+    """A tool call of message ``index`` whose arguments are an object; OpenAI's API has them as JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"messages[{index}] has a tool call whose arguments are not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise RequestError(
+            f"messages[{index}] has a tool call with the arguments {arguments!r}; a JSON object belongs there"
+        )
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 class _GenerationTag(Extension):

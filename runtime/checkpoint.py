@@ -12,9 +12,12 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import CheckpointError
 from qwen4exp_trt.runtime.file_identity import FileIdentity
+from qwen4exp_trt.runtime.json_files import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
 _LFS_POINTER = b"version https://git-lfs"
+_MAX_HEADER_BYTES = 100_000_000
+"""The largest header that safetensors reads."""
 
 
 class Checkpoint:
@@ -107,10 +110,10 @@ def _check_index(folder: Path, present: set[str]) -> None:
     index = folder / INDEX_NAME
     if not index.exists():
         return
-    try:
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: not a JSON object with a weight_map of shards: {error!r}") from error
+    weight_map = read_json_object(index, CheckpointError).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CheckpointError(f"{index}: not a JSON object with a weight_map of shards")
+    files = set(weight_map.values())
     if missing := sorted(files - present):
         raise CheckpointError(
             f"{folder}: {len(missing)} of the {len(files)} shards that {INDEX_NAME} names are missing: "
@@ -137,10 +140,13 @@ def _describe_damage(path: Path) -> str:
         header_size = int.from_bytes(start[:8], "little")
         if 8 + header_size > size:
             return f"truncated or damaged: {size:,} bytes, but its header alone should take {8 + header_size:,}"
+        if header_size > _MAX_HEADER_BYTES:
+            return f"damaged: its header should take {header_size:,} bytes, more than the {_MAX_HEADER_BYTES:,} allowed"
         file.seek(8)
         header = file.read(header_size)
     try:
         ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        described = f"{8 + header_size + max(ends, default=0):,}"
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return f"damaged: {size:,} bytes, with a header that is not safetensors"
-    return f"truncated or damaged: {size:,} bytes, but its header describes {8 + header_size + max(ends, default=0):,}"
+    return f"truncated or damaged: {size:,} bytes, but its header describes {described}"

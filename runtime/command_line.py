@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -24,6 +25,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 def run_command(prog: str, command: Callable[[], None]) -> int:
     """Run ``command`` and return the exit code of the process."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks is no failure
     try:
         command()
     except Q4eError as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.backend import Backend
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.sampler import sample
+from qwen4exp_trt.runtime.sampler import can_sample, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
 from qwen4exp_trt.runtime.sequence import Sequence
@@ -22,9 +24,14 @@ from qwen4exp_trt.runtime.step_inputs import build_step_inputs
 from qwen4exp_trt.runtime.stopping import StopChecker
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
+_UNUSABLE = (
+    "its logits have NaN, +inf or only -inf, so no token can be sampled: the model's weights or states are damaged, "
+    "or a value overflowed"
+)
+
 
 class EngineCore:
-    """Serves token-id requests on one backend."""
+    """Serves token-id requests on one backend. Threads take turns at `lock`, which every method holds that needs to."""
 
     def __init__(
         self,
@@ -38,7 +45,9 @@ class EngineCore:
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
         self.scheduler = Scheduler(limits, num_blocks)
-        self._next_id = 0
+        self._ids = itertools.count()
+        # Re-entrant, since the garbage collector may close a dropped stream in the middle of a step.
+        self.lock = threading.RLock()
 
     def make_sequence(self, prompt: str | None, prompt_token_ids: Iterable[Any], params: SamplingParams) -> Sequence:
         """Check a request and make its sequence; nothing is queued yet."""
@@ -52,37 +61,49 @@ class EngineCore:
         room = self.limits.max_seq_len - len(token_ids)
         max_len = len(token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
         self.scheduler.check_capacity(max_len)
-        request_id, self._next_id = str(self._next_id), self._next_id + 1
-        return Sequence(request_id, prompt, token_ids, params, max_len, checker, self.tokenizer)
+        return Sequence(str(next(self._ids)), prompt, token_ids, params, max_len, checker, self.tokenizer)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `make_sequence` made."""
-        self.scheduler.add(sequence)
+        with self.lock:
+            self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a sequence and free its memory; its result stays as it is."""
-        self.scheduler.finish(sequence)
+        with self.lock:
+            self.scheduler.finish(sequence)
 
     def step(self) -> None:
         """Run one step: each running sequence gets a token, or more of its prompt computed.
 
-        If the step fails, the sequences that it ran are dropped with that error: their states may be half updated.
+        If the step fails, the sequences that it ran are dropped: their states may be half updated. A sequence whose
+        logits are unusable is dropped alone. Does nothing if another thread has finished every sequence meanwhile.
         """
-        scheduled = self.scheduler.schedule()
-        try:
-            self._run(scheduled)
-        except BaseException as error:
-            for entry in scheduled:
-                entry.sequence.error = error
-                self.scheduler.finish(entry.sequence)
-            raise
+        with self.lock:
+            scheduled = self.scheduler.schedule()
+            try:
+                if scheduled:
+                    self._run(scheduled)
+            except BaseException as error:
+                for entry in scheduled:
+                    self._drop(entry.sequence, "a step failed that it shared with others", error)
+                raise
+
+    def _drop(self, sequence: Sequence, reason: str, cause: BaseException | None = None) -> None:
+        sequence.error = RequestError(f"request {sequence.request_id} was dropped: {reason}")
+        sequence.error.__cause__ = cause
+        self.scheduler.finish(sequence)
 
     def _run(self, scheduled: list[ScheduledSequence]) -> None:
         inputs, sampled = build_step_inputs(scheduled)
-        logits = self.backend.run(inputs)
-        sequences = [scheduled[index].sequence for index in sampled]
+        logits = self.backend.run(inputs)[: len(sampled)]
+        are_usable = can_sample(logits)
+        for index, is_usable in zip(sampled, are_usable, strict=True):
+            if not is_usable:
+                self._drop(scheduled[index].sequence, _UNUSABLE)
+        sequences = [scheduled[index].sequence for index, ok in zip(sampled, are_usable, strict=True) if ok]
         tokens = sample(
-            logits[: len(sequences)],
+            logits[are_usable],
             [sequence.params for sequence in sequences],
             [sequence.history for sequence in sequences],
             [sequence.generator for sequence in sequences],
@@ -104,15 +125,16 @@ class EngineCore:
         self.scheduler.check_capacity(len(checked))
         checker = StopChecker(SamplingParams(), (), 0, self.limits.max_seq_len)
         sequence = Sequence("score", None, checked, SamplingParams(), len(checked), checker, None)
-        if not self.scheduler.acquire_memory(sequence):
-            raise RequestError(
-                f"{self.scheduler.num_unfinished} open requests leave no slot or too few pages to score "
-                f"{len(checked)} tokens; finish or close their streams first"
-            )
-        try:
-            return torch.cat(list(self._score_chunks(sequence)))
-        finally:
-            self.scheduler.finish(sequence)
+        with self.lock:
+            if not self.scheduler.acquire_memory(sequence):
+                raise RequestError(
+                    f"{self.scheduler.num_unfinished} open requests leave no slot or too few pages to score "
+                    f"{len(checked)} tokens; finish or close their streams first"
+                )
+            try:
+                return torch.cat(list(self._score_chunks(sequence)))
+            finally:
+                self.scheduler.finish(sequence)
 
     def _score_chunks(self, sequence: Sequence) -> Iterator[Tensor]:
         chunk = min(self.limits.prefill_chunk, self.limits.max_logits_rows)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qwen4exp_trt.errors import BundleError, RequestError
+from qwen4exp_trt.runtime.json_files import read_json_object
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -30,14 +30,9 @@ class GenerationConfig:
         Raises `BundleError` for a file that is not so shaped.
         """
         file = Path(path) / GENERATION_CONFIG_FILE
-        if not file.is_file():
+        if not file.exists():
             return cls()
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise BundleError(f"{file} is not valid JSON: {error}") from error
-        if not isinstance(data, dict):
-            raise BundleError(f"{file} holds a {type(data).__name__}; a JSON object was expected")
+        data = read_json_object(file, BundleError)
         return cls(_sampling_params(data, file), _eos_token_ids(data.get("eos_token_id"), file))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,9 @@ from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
 from qwen4exp_trt.runtime.manifest import Manifest
-from qwen4exp_trt.runtime.outputs import RequestOutput
+from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
-from qwen4exp_trt.runtime.stopping import FinishReason
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -28,15 +27,6 @@ With text, ``"add_special_tokens": False`` keeps the tokenizer from adding its o
 """
 
 
-@dataclass(frozen=True)
-class StreamChunk:
-    """What one step added to a streamed output; ``finish_reason`` is set with the last chunk."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-
-
 Stream = Generator[StreamChunk, None, None]
 
 
@@ -44,9 +34,12 @@ class LLM:
     """Generates text from a bundle.
 
     ``bundle``: a folder that ``qwen4exp-build`` made. ``backend``: ``eager`` runs the bundle's program in torch.
-    ``checkpoint``: where the checkpoint is now, if it moved since the build. ``num_blocks``: pages of the KV cache
-    (by default enough for a full batch of the longest sequences). Raises `BundleError` for a bundle that is damaged,
-    of another version or without weights, `CheckpointError` for a checkpoint that is not the one it was built from.
+    ``checkpoint``: where the checkpoint is now, if it moved since the build. ``num_blocks``: pages of the KV cache,
+    all allocated at once; by default enough for a full batch of the longest sequences, so give fewer where memory is
+    short. Raises `BundleError` for a bundle that is damaged, of another version or without weights, `CheckpointError`
+    for a checkpoint that is not the one it was built from.
+
+    Threads may share it: their requests run in the same steps.
     """
 
     def __init__(
@@ -57,7 +50,7 @@ class LLM:
         checkpoint: str | Path | None = None,
         num_blocks: int | None = None,
     ) -> None:
-        folder = Path(bundle)
+        folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)
         self.manifest.check_files(folder)
         limits = self.manifest.limits
@@ -67,7 +60,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_dir(folder)
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
-        moved_to = None if checkpoint is None else Path(checkpoint)
+        moved_to = None if checkpoint is None else _checked_path("checkpoint", checkpoint)
         self.core = EngineCore(
             make_backend(backend, device, folder, self.manifest, moved_to, blocks),
             limits,
@@ -162,7 +155,10 @@ class LLM:
         try:
             for sequence in sequences:
                 self.core.add(sequence)
-            while any(sequence.finish_reason is None for sequence in sequences):
+            while unfinished := [sequence for sequence in sequences if sequence.finish_reason is None]:
+                for sequence in unfinished:
+                    if sequence.error is not None:
+                        raise sequence.error
                 self.core.step()
         finally:
             for sequence in sequences:
@@ -170,24 +166,27 @@ class LLM:
         return [sequence.request_output() for sequence in sequences]
 
     def _stream(self, sequence: RequestSequence) -> Stream:
-        shown = sequence.request_output().outputs[0]
+        num_shown, is_finished = 0, False
         try:
             self.core.add(sequence)
-            while shown.finish_reason is None:
+            while not is_finished:
                 # The steps of other requests advance this one, too.
-                while sequence.num_output_tokens == len(shown.token_ids):
+                while sequence.num_output_tokens == num_shown:
                     if sequence.error is not None:
-                        raise RequestError(
-                            f"request {sequence.request_id} was dropped when a step failed that it shared with others"
-                        ) from sequence.error
+                        raise sequence.error
                     self.core.step()
-                output = sequence.request_output().outputs[0]
-                yield StreamChunk(
-                    output.text[len(shown.text) :], output.token_ids[len(shown.token_ids) :], output.finish_reason
-                )
-                shown = output
+                with self.core.lock:
+                    chunk = sequence.chunk_since(num_shown)
+                num_shown, is_finished = num_shown + len(chunk.token_ids), chunk.finish_reason is not None
+                yield chunk
         finally:
             self.core.abort(sequence)
+
+
+def _checked_path(name: str, path: Any) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise BundleError(f"{name} is {path!r}; the path of a folder was expected")
+    return Path(path)
 
 
 def _checked_list(name: str, items: Any) -> list[Any]:

@@ -14,8 +14,11 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from qwen4exp_trt import __version__
 from qwen4exp_trt.errors import BuildError, BundleError
 from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.runtime.checkpoint import listing
 from qwen4exp_trt.runtime.file_identity import FileIdentity
+from qwen4exp_trt.runtime.json_files import read_json_object
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.program_text import GRAPH_FILE, TABLES_FILE
 
 MANIFEST_FILE = "manifest.json"
 PROGRAM_DIR = "program"
@@ -90,11 +93,11 @@ class Manifest:
         path = folder / MANIFEST_FILE
         if not path.is_file():
             raise BundleError(f"{folder}: not a bundle, it has no {MANIFEST_FILE}; make one with qwen4exp-build")
+        data = read_json_object(path, BundleError)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
             _check_versions(path, data)
             return cls._from_json(data)
-        except (OSError, KeyError, TypeError, ValueError, AttributeError, BuildError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, BuildError) as error:
             raise BundleError(f"{path}: damaged ({error!r}); build the bundle again") from error
 
     @classmethod
@@ -108,16 +111,25 @@ class Manifest:
         return _check_types(cls(**values))
 
     def check_files(self, folder: Path) -> None:
-        """`BundleError` naming every file that is missing or not the one that was built."""
+        """`BundleError` naming every file that is missing, not the one that was built, or not in ``files``."""
+        # Names that lead out of the folder are never found.
+        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST_FILE}
         problems = []
-        for name, ref in self.files.items():
-            path = folder / name
-            if not path.is_file():
+        for name in sorted(found | self.files.keys() | self._required_files()):
+            path, ref = folder / name, self.files.get(name)
+            if name not in found:
                 problems.append(f"{name} is missing")
+            elif ref is None:
+                problems.append(f"{name} is not in its list of files")
             elif path.stat().st_size != ref.size or FileRef.of(path) != ref:
                 problems.append(f"{name} was changed after the build")
         if problems:
-            raise BundleError(f"{folder}: damaged bundle: {', '.join(problems)}; build it again")
+            raise BundleError(f"{folder}: damaged bundle: {listing(problems)}; build it again")
+
+    def _required_files(self) -> set[str]:
+        """What a bundle cannot be without."""
+        program = {f"{PROGRAM_DIR}/{GRAPH_FILE}", f"{PROGRAM_DIR}/{TABLES_FILE}"}
+        return program if self.target is None else program | {ENGINE_FILE, LAYERS_FILE}
 
 
 def _check_types(instance: _T) -> _T:

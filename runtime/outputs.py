@@ -41,6 +41,15 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class StreamChunk:
+    """What one step added to a streamed output; ``finish_reason`` is set with the last chunk."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """A request's prompt and outputs. ``prompt`` is None if the request came as token ids."""
 

@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import fx
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.runtime.json_files import read_json_object
 from qwen4exp_trt.runtime.program import Program, is_getitem
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES, StateSpec, TensorSpec, WeightSpec
 from qwen4exp_trt.runtime.weights import dtype_from_name
@@ -72,9 +73,9 @@ def save_program(program: Program, folder: Path) -> None:
 
 def load_program(folder: Path) -> Program:
     """Read what `save_program` wrote. Raises `BundleError` for any other text; executes nothing of it."""
+    tables = read_json_object(folder / TABLES_FILE, BundleError)
     try:
         text = (folder / GRAPH_FILE).read_text(encoding="utf-8")
-        tables = json.loads((folder / TABLES_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BundleError(f"{folder}: cannot read the program: {error}") from error
     graph = _GraphReader(folder / GRAPH_FILE, text).read()
@@ -86,19 +87,21 @@ def load_program(folder: Path) -> Program:
             tuple(WeightSpec.from_json(spec) for spec in tables["weights"]),
             tuple(TensorSpec.from_json(spec) for spec in tables["outputs"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+        _check_tables(program)
+    except BundleError as error:
+        raise BundleError(f"{folder}: {error}; build the bundle again") from error
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError) as error:
         raise BundleError(f"{folder / TABLES_FILE}: not the tables of a program: {error!r}") from error
-    _check_tables(program, folder)
     return program
 
 
-def _check_tables(program: Program, folder: Path) -> None:
+def _check_tables(program: Program) -> None:
     results: Any = program.graph.output_node().args[0]
     found = [node.name for node in program.graph.find_nodes(op="placeholder")]
     if found != program.placeholder_names() or len(results) != len(program.outputs):
         differences = sorted(set(found) ^ set(program.placeholder_names()))
         raise BundleError(
-            f"{folder}: {GRAPH_FILE} and {TABLES_FILE} are not of one program: they list other tensors or another "
+            f"{GRAPH_FILE} and {TABLES_FILE} are not of one program: they list other tensors or another "
             f"order (in one only: {differences[:8]}) or {len(results)} and {len(program.outputs)} outputs"
         )
 
@@ -156,6 +159,48 @@ def _dotted_name(node: ast.expr) -> str:
     return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
+_CLASSES: dict[str, tuple[type, ...]] = {
+    "IntType": (int,),
+    "SymIntType": (int,),
+    "FloatType": (int, float),
+    "BoolType": (bool,),
+    "StringType": (str,),
+    "ScalarTypeType": (torch.dtype,),
+}
+"""Kind of a schema's type -> the classes of its values."""
+
+
+def _fits_schema(target: Any, args: tuple[Any, ...]) -> bool:
+    """True if ``target`` can be called with ``args`` as far as their number and kinds go."""
+    params = [param for param in target._schema.arguments if not param.kwarg_only]
+    are_enough = all(param.has_default_value() for param in params[len(args) :])
+    is_aten = target.namespace == "aten"
+    kinds = zip(params, args, strict=False)
+    return are_enough and len(args) <= len(params) and all(_is_a(arg, p.real_type, is_aten) for p, arg in kinds)
+
+
+def _is_a(arg: Any, kind: Any, is_aten: bool) -> bool:
+    match kind.kind():
+        case "OptionalType":
+            return arg is None or _is_a(arg, kind.getElementType(), is_aten)
+        case "ListType":
+            return isinstance(arg, list) and all(_is_a(element, kind.getElementType(), is_aten) for element in arg)
+        case "TensorType":
+            is_tensor = isinstance(arg, fx.Node) and _num_results(arg) == 1
+            return is_tensor or (is_aten and type(arg) in (int, float))  # ATen takes numbers as well
+        case name:
+            return type(arg) in _CLASSES.get(name, ())
+
+
+def _num_results(node: fx.Node) -> int:
+    return 1 if node.op == "placeholder" or is_getitem(node) else len(cast(Any, node.target)._schema.returns)
+
+
+def _is_result(node: fx.Node, index: Any) -> bool:
+    count = _num_results(node)
+    return count > 1 and type(index) is int and 0 <= index < count
+
+
 class _GraphReader:
     """Builds an FX graph from the text of `format_program`, statement by statement."""
 
@@ -169,7 +214,10 @@ class _GraphReader:
             self._read_assignment(statement)
         if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Tuple):
             self._fail(last, "a returned tuple")
-        self.graph.output(tuple(self._read_value(element) for element in last.value.elts))
+        results = tuple(self._read_value(element) for element in last.value.elts)
+        if any(_num_results(node) != 1 for node in results):
+            self._fail(last, "a returned tuple of single values")
+        self.graph.output(results)
         return self.graph
 
     def _read_header(self) -> list[ast.stmt]:
@@ -194,12 +242,17 @@ class _GraphReader:
         name, value = statement.targets[0].id, statement.value
         if isinstance(value, ast.Subscript):
             args = (self._read_value(value.value), self._read_literal(value.slice))
+            if not _is_result(*args):
+                self._fail(statement, "one of the results of an op that has several")
             self._add(statement, name, "call_function", operator.getitem, args)
         elif isinstance(value, ast.Call) and not value.keywords:
             target = _ops_by_text().get(_dotted_name(value.func))
             if target is None:
                 self._fail(statement, "a call of an op of the fixed list")
-            self._add(statement, name, "call_function", target, tuple(self._read_arg(arg) for arg in value.args))
+            args = tuple(self._read_arg(arg) for arg in value.args)
+            if not _fits_schema(target, args):
+                self._fail(statement, f"arguments that fit `{target._schema}`")
+            self._add(statement, name, "call_function", target, args)
         else:
             self._fail(statement, "a call of an op, or one of its results")
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 
 
@@ -71,7 +70,7 @@ def sample(
     In order: repetition and presence penalty, then greedy (the lowest id among equals) or temperature, min-p, top-k
     and top-p. Tokens that tie with the last one kept by a filter are kept too. Ids from ``vocab_limit`` on (rows of
     the head that no token has) are never sampled or reported. The generators are advanced; the histories are read.
-    Raises RequestError for a row from which nothing can be sampled (NaN, +inf, or -inf everywhere).
+    Every row must be one that `can_sample`.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}, not float32"
@@ -79,7 +78,7 @@ def sample(
     if num_rows == 0:
         return []
     log_sums = logits.logsumexp(-1)
-    _refuse_bad_rows(log_sums)
+    assert log_sums.isfinite().all(), "rows that can_sample refuses"
     num_tokens = vocab_size if vocab_limit is None else min(vocab_limit, vocab_size)
     penalized = _apply_penalties(logits, params, histories)[:, :num_tokens]
     token_ids = penalized.argmax(-1)
@@ -91,13 +90,9 @@ def sample(
     return _report(logits[:, :num_tokens], log_sums, token_ids, params)
 
 
-def _refuse_bad_rows(log_sums: Tensor) -> None:
-    bad_rows = (~log_sums.isfinite()).nonzero().flatten().tolist()
-    if bad_rows:
-        raise RequestError(
-            f"logits row {bad_rows[0]} of {len(log_sums)} has NaN, +inf or only -inf, so no token can be sampled: "
-            "the model's weights or states are damaged, or a value overflowed"
-        )
+def can_sample(logits: Tensor) -> list[bool]:
+    """For each row of ``logits`` ``[N, V]`` whether it has no NaN, no +inf, and not only -inf."""
+    return logits.logsumexp(-1).isfinite().tolist()
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_from_sampled
+from qwen4exp_trt.errors import RequestError
+from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk, logprobs_from_sampled
 from qwen4exp_trt.runtime.sampler import SampledToken, TokenHistory, generator_from_seed
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.stopping import FinishReason, StopChecker
@@ -44,8 +45,8 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)
         self.max_len, self.num_computed = max_len, 0
         self.memory: Memory | None = None
-        self.error: BaseException | None = None
-        """What made a step fail that ran this sequence, which cannot go on then."""
+        self.error: RequestError | None = None
+        """Why this sequence was dropped."""
         self.history = TokenHistory(prompt_token_ids)
         self.generator: torch.Generator | None = generator_from_seed(params.seed)
         self._stop_checker, self._tokenizer = stop_checker, tokenizer
@@ -73,21 +74,25 @@ class Sequence:
         new_text = self._detokenizer.feed(token_id) if self._detokenizer else ""
         update = self._stop_checker.feed(token_id, new_text)
         out = self._output
-        out.text += update.text
-        if update.finish_reason == "length" and self._detokenizer:
-            out.text += self._detokenizer.flush()
+        rest = self._detokenizer.flush() if update.finish_reason == "length" and self._detokenizer else ""
+        out.texts.append(update.text + rest)
         out.finish_reason, out.stop_reason = update.finish_reason, update.stop_reason
         out.cumulative_logprob += sampled.logprob
         entry = logprobs_from_sampled(sampled, self._tokenizer)
         if entry is not None:
             out.logprobs.append(entry)
 
+    def chunk_since(self, num_tokens: int) -> StreamChunk:
+        """The output after its first ``num_tokens`` tokens."""
+        token_ids = self.token_ids[len(self.prompt_token_ids) + num_tokens :]
+        return StreamChunk("".join(self._output.texts[num_tokens:]), token_ids, self.finish_reason)
+
     def request_output(self) -> RequestOutput:
         """The request's result so far."""
         out = self._output
         completion = CompletionOutput(
             index=0,
-            text=out.text,
+            text="".join(out.texts),
             token_ids=self.token_ids[len(self.prompt_token_ids) :],
             logprobs=list(out.logprobs) if self.params.logprobs is not None else None,
             cumulative_logprob=out.cumulative_logprob,
@@ -100,7 +105,8 @@ class Sequence:
 
 @dataclass
 class _Output:
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
+    """What each token added."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -14,11 +15,15 @@ NUM_BLOCKS = "num_blocks"
 NUM_SLOTS = "num_slots"
 """The first dims of paged and of per-sequence states."""
 
+STEP_DIMS = ("T", "B", "B_plus_1", "L", "max_blocks")
+"""The dynamic dims of inputs and outputs: tokens, sequences, one more than these, rows of logits, and pages of the
+longest sequence."""
+
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "float8_e4m3fn": 1, "float4_e2m1fn_x2": 1}
 """Bytes of what a shape counts, which is a pair of elements in torch's packed FP4."""
 
 Dim = int | str
-"""A static extent, or the name of a dynamic one (``T`` tokens, ``B`` sequences, ``num_blocks``, ``num_slots`` ...)."""
+"""A static extent, or the name of a dynamic one."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +35,9 @@ class TensorSpec:
     dtype: str
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TensorSpec:
-        return cls(data["name"], tuple(data["shape"]), _dtype_from_json(data["dtype"]))
+    def from_json(cls, data: Mapping[str, Any], dims: Collection[str] = STEP_DIMS) -> TensorSpec:
+        """``dims``: the names of dynamic dims that the shape may have."""
+        return cls(data["name"], _shape_from_json(data["shape"], dims), _dtype_from_json(data["dtype"]))
 
     def num_bytes(self, dims: Mapping[str, int]) -> int:
         """Size in bytes with every named dim taken from ``dims``."""
@@ -39,7 +45,7 @@ class TensorSpec:
 
 
 class StateKind(StrEnum):
-    """What a state holds, which decides how it is addressed and rolled back."""
+    """What a state holds."""
 
     KV_CACHE = "kv_cache"
     INDEX_K_CACHE = "index_k_cache"
@@ -85,7 +91,11 @@ class StateSpec:
     def from_json(cls, data: Mapping[str, Any]) -> StateSpec:
         kind = StateKind(data["kind"])
         dtype = _dtype_from_json(data["dtype"])
-        return cls(data["name"], kind, data["layer"], tuple(data["shape"]), dtype, data["init"])
+        pool, *row = data["shape"]
+        if pool not in (NUM_BLOCKS, NUM_SLOTS):
+            raise BundleError(f"a state of shape {data['shape']}, expected {NUM_BLOCKS} or {NUM_SLOTS} in front")
+        shape = (pool, *_shape_from_json(row, ()))
+        return cls(data["name"], kind, data["layer"], shape, dtype, operator.index(data["init"]))
 
 
 def extent_of(dim: Dim, dims: Mapping[str, int]) -> int:
@@ -95,8 +105,15 @@ def extent_of(dim: Dim, dims: Mapping[str, int]) -> int:
 
 def _dtype_from_json(name: Any) -> str:
     if name not in DTYPE_BYTES:
-        raise BundleError(f"a tensor of dtype {name!r}, expected one of {sorted(DTYPE_BYTES)}; build the bundle again")
+        raise BundleError(f"a tensor of dtype {name!r}, expected one of {sorted(DTYPE_BYTES)}")
     return name
+
+
+def _shape_from_json(shape: Any, dims: Collection[str]) -> tuple[Any, ...]:
+    for dim in shape:
+        if dim not in dims and (type(dim) is not int or dim < 0):
+            raise BundleError(f"a tensor with the dim {dim!r}, expected a size or one of {list(dims)}")
+    return tuple(shape)
 
 
 # --- weight recipes -------------------------------------------------------------------------------------------------
@@ -145,7 +162,10 @@ def recipe_from_json(data: Mapping[str, Any]) -> WeightRecipe:
         attrs = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in data["attrs"].items())
         return Transform(data["op"], tuple(recipe_from_json(r) for r in data["inputs"]), attrs)
     if "values" in data:
-        return Literal(data["dtype"], tuple(data["shape"]), tuple(data["values"]))
+        values = tuple(data["values"])
+        if wrong := [value for value in values if type(value) not in (int, float)]:
+            raise BundleError(f"a literal with the value {wrong[0]!r}, expected numbers")
+        return Literal(_dtype_from_json(data["dtype"]), _shape_from_json(data["shape"], ()), values)
     if "name" in data:
         return Source(data["name"])
     raise BundleError(f"weight recipe {dict(data)!r} is neither a source, a literal nor a transform")
@@ -167,4 +187,4 @@ class WeightSpec:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WeightSpec:
-        return cls(TensorSpec.from_json(data["tensor"]), recipe_from_json(data["recipe"]))
+        return cls(TensorSpec.from_json(data["tensor"], dims=()), recipe_from_json(data["recipe"]))

@@ -48,7 +48,7 @@ class Tokenizer:
         Raises BundleError for a tokenizer.json that is damaged or not byte-level, or missing beside other files.
         """
         file = Path(path) / TOKENIZER_FILE
-        if not file.is_file():
+        if not file.exists():
             others = [name for name in _OTHER_VOCABULARY_FILES if (file.parent / name).is_file()]
             if others:
                 raise BundleError(

@@ -150,7 +150,7 @@ def materialize_weight(spec: WeightSpec, source: TensorSource) -> Tensor:
     """Run the recipe of ``spec``; `CheckpointError` unless it gives the shape and dtype that the program expects."""
     try:
         tensor = materialize(spec.recipe, source)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
         raise CheckpointError(f"weight {spec.name}: its recipe does not fit the checkpoint: {error}") from error
     expected = (tuple(spec.tensor.shape), spec.tensor.dtype)
     found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

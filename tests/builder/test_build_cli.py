@@ -51,10 +51,10 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no such folder": (lambda folder: shutil.rmtree(folder), "checkpoint: no such folder; give the folder that holds"),
     "no config": (
         lambda folder: (folder / "config.json").unlink(),
-        "config.json: cannot read the model's config: No such file or directory",
+        "config.json: cannot be read: No such file or directory",
     ),
     "config not JSON": (lambda folder: (folder / "config.json").write_text("{"), "config.json: not a JSON file"),
-    "config a list": (lambda folder: (folder / "config.json").write_text("[]"), "the config is 'list'"),
+    "config a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json: holds a list"),
     "wrong model_type": (edit_config(model_type="qwen3_next"), "model_type is 'qwen3_next'; it must be one of"),
     "no tensors": (lambda folder: (folder / "model.safetensors").unlink(), "no *.safetensors file in it"),
     "truncated": (truncate, "model.safetensors: truncated or damaged:"),
@@ -73,6 +73,10 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "unknown tensor": (
         edit_tensors(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(3)})),
         "does not match its config. unexpected (1): model.extra.weight",
+    ),
+    "damaged chat template": (
+        lambda folder: (folder / "chat_template.jinja").write_text("{% if %}"),
+        "chat_template.jinja: the template 'default' has a syntax error in line 1",
     ),
     "damaged tokenizer": (
         lambda folder: (folder / "tokenizer.json").write_text("{"),
@@ -93,6 +97,8 @@ BAD_OPTIONS: dict[str, str] = {
     "--max-seq-len 4097": "--max-seq-len is 4097, the model's max_position_embeddings allows 4096",
     "--block-size 6": "--block-size is 6; it must be a multiple of the model's indexer_compress_ratio 4",
     "--verify --config-only": "--verify executes the program with its weights, which --config-only does not read",
+    "--target banana": "--target is 'banana', but a float32 bundle has no engine; leave it out",
+    "--target sm121": "--target is 'sm121', but a float32 bundle has no engine; leave it out",
     "--precision float16": "argument --precision: invalid choice: 'float16'",
     "--backend cuda": "argument --backend: invalid choice: 'cuda'",
     "--max-seq-len long": "argument --max-seq-len: invalid int value: 'long'; see qwen4exp-build --help",

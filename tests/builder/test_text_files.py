@@ -54,8 +54,8 @@ def write_generation_config(content: Any) -> Any:
     [
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not a tokenizer that"),
         (write_other_tokenizer, "has vocab.json but no tokenizer.json, the only tokenizer format read here"),
-        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json holds a list"),
-        (write_generation_config([]), "generation_config.json holds a list"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "tokenizer_config.json: holds a list"),
+        (write_generation_config([]), "generation_config.json: holds a list"),
         (write_generation_config({"do_sample": True, "top_p": 2}), "SamplingParams.top_p is 2"),
     ],
     ids=["damaged tokenizer", "no tokenizer.json", "tokenizer config", "generation config", "sampling"],

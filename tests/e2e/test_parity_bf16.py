@@ -8,8 +8,6 @@ from hf_parity import Bf16Errors, bf16_logits, build_llm, check_bf16, random_pro
 from model_zoo import tiny_config_dict, write_hf_checkpoint
 from torch import Tensor
 
-from qwen4exp_trt.runtime import LLM
-
 pytestmark = pytest.mark.trt
 
 SEEDS = range(3)
@@ -18,13 +16,12 @@ PROMPTS = [random_prompt(length, seed=length, eos=(0, length // 2)) for length i
 
 @pytest.fixture(scope="module")
 def logits(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each seed of the weights: exact, transformers in BF16, ours. One bundle serves all: the shapes are equal."""
+    """For each seed of the weights: exact, transformers in BF16, ours."""
     folder = tmp_path_factory.mktemp("bf16")
     for seed in SEEDS:
         write_hf_checkpoint(folder / f"{seed}", tiny_config_dict(dtype="bfloat16"), seed, "bfloat16")
-    build_llm(folder / "0", folder / "bundle", "bfloat16")
     return [
-        bf16_logits(folder / f"{seed}", LLM(folder / "bundle", checkpoint=folder / f"{seed}"), PROMPTS)
+        bf16_logits(folder / f"{seed}", build_llm(folder / f"{seed}", folder / f"bundle-{seed}", "bfloat16"), PROMPTS)
         for seed in SEEDS
     ]
 

@@ -226,14 +226,81 @@ def test_named_templates(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "tokenizer_config.json is not valid JSON"),
+        ("{", "tokenizer_config.json: not a JSON file"),
         ("[]", "holds a list; a JSON object was expected"),
         ('{"chat_template": 5}', "neither a string nor a list"),
         ('{"chat_template": [{"name": "default"}]}', "neither a string nor a list"),
         ('{"chat_template": [{"name": "rag", "template": ""}]}', r"names \['rag'\]; one named 'default'"),
+        ('{"chat_template": [{"name": "default", "template": 5}]}', "has names or templates that are not strings"),
+        ('{"chat_template": "a\\n{% if %}"}', "the template 'default' has a syntax error in line 2: "),
+        (
+            '{"chat_template": [{"name": "default", "template": ""}, {"name": "tool_use", "template": "{{"}]}',
+            "tokenizer_config.json: the template 'tool_use' has a syntax error in line 1: ",
+        ),
     ],
 )
 def test_damaged_config_is_refused(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(BundleError, match=message):
         ChatTemplate.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\xff\xfe", "cannot be read as UTF-8 text: "),
+        (b"{% if x %}", "the template 'default' has a syntax error in line 1: "),
+        (b"{{ x | unknown }}", "the template 'default' has a syntax error in line 1: No filter named 'unknown'"),
+        (b"{% for a in b %}" * 30 + b"{% endfor %}" * 30, "the template 'default' does not compile: SyntaxError: "),
+        (b"{{" + b"(" * 10_000, "the template 'default' does not compile: RecursionError: "),
+        (None, "cannot be read as UTF-8 text: .*Is a directory"),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_damaged_template_file_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "chat_template.jinja"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(BundleError, match=rf"chat_template\.jinja: {message}") as caught:
+        ChatTemplate.from_dir(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+# Tool calls as in OpenAI's API
+
+
+def with_text_arguments(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": "call_1", "type": "function", "function": {"name": "find", "arguments": arguments}}
+    return [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_arguments_as_json_text_are_those_as_an_object(source: str) -> None:
+    messages = with_text_arguments('{"city": "Köln", "limit": [3, null]}')
+    text = render_chat(source, messages)
+    assert text == render_chat(source, with_text_arguments({"city": "Köln", "limit": [3, None]}))
+    assert "Köln" in text
+    assert messages == with_text_arguments('{"city": "Köln", "limit": [3, null]}'), "the caller's are left alone"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ('{"city"', r"messages\[1\] has a tool call whose arguments are not JSON: "),
+        ("", r"messages\[1\] has a tool call whose arguments are not JSON: "),
+        ("[" * 200_000, r"messages\[1\] has a tool call whose arguments are not JSON: maximum recursion"),
+        ("[1]", r"messages\[1\] has a tool call with the arguments \[1\]; a JSON object belongs there"),
+    ],
+    ids=lambda value: value[:10],
+)
+def test_bad_arguments_are_refused(arguments: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        render_chat(SOURCE, with_text_arguments(arguments))
+
+
+@pytest.mark.parametrize("tool_calls", ["find", [3], [{"name": "find"}], [{"function": "find"}]])
+def test_tool_calls_of_another_form_are_the_templates_to_judge(tool_calls: Any) -> None:
+    message = {"role": "assistant", "tool_calls": tool_calls}
+    assert json.loads(render_chat("{{ messages[0].tool_calls | tojson }}", [message])) == tool_calls

@@ -100,7 +100,7 @@ def test_missing_shards_are_all_listed(tmp_path: Path) -> None:
     assert "model-1.safetensors, model-3.safetensors;" in message
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": 3}', '{"weight_map": {"a": 3, "b": []}}'])
 def test_damaged_index(tmp_path: Path, content: str) -> None:
     write_shards(tmp_path, {"model.safetensors": "a"})
     (tmp_path / INDEX_NAME).write_text(content)
@@ -139,6 +139,33 @@ def test_damaged_files(tmp_path: Path, content: bytes, message: str) -> None:
     found = refused(tmp_path)
     assert "model.safetensors" in found
     assert message in found
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a": {"data_offsets": ["x", "y"]}}',
+        '{"a": {"data_offsets": [0, 4]}, "b": {"data_offsets": [0, "y"]}}',
+        '{"a": {"data_offsets": [0, null]}}',
+        '{"a": {"data_offsets": [0]}}',
+        '{"a": {"data_offsets": [0, ' + "9" * 5000 + "]}}",
+        '{"a": ' + "[" * 100_000,
+    ],
+    ids=lambda header: header[:40],
+)
+def test_hostile_headers(tmp_path: Path, header: str) -> None:
+    content = len(header).to_bytes(8, "little") + header.encode()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    message = f"model.safetensors: damaged: {len(content):,} bytes, with a header that is not safetensors"
+    assert message in refused(tmp_path)
+
+
+def test_a_header_beyond_all_bounds_is_not_read(tmp_path: Path) -> None:
+    size = 50 << 30
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((size - 8).to_bytes(8, "little"))
+        file.truncate(size)
+    assert f"damaged: its header should take {size - 8:,} bytes, more than the 100,000,000" in refused(tmp_path)
 
 
 def test_unknown_tensor(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from qwen4exp_trt.errors import BuildError
@@ -20,6 +22,13 @@ def test_success_prints_nothing(capsys: Capture) -> None:
 def test_an_error_is_one_line_whatever_its_message_has(capsys: Capture) -> None:
     assert run_command("prog", lambda: raise_(BuildError("first:\n  second\nthird"))) == 2
     assert capsys.readouterr() == ("", "prog: error: first: second third\n")
+
+
+def test_a_character_that_the_output_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(output, encoding="ascii", write_through=True))
+    assert run_command("prog", lambda: print("a é 🙂 \udcff b")) == 0
+    assert output.getvalue() == b"a ? ? ? b\n"
 
 
 def test_interrupt(capsys: Capture) -> None:

@@ -79,18 +79,41 @@ def test_prompt_joins_a_decoding_sequence_in_one_step(core: EngineCore) -> None:
     assert is_idle(core)
 
 
-def test_failed_step_drops_what_it_ran_and_nothing_else(core: EngineCore) -> None:
-    """The other sequence of that step has moved its states on without a token: it cannot be run again."""
-    poisoned, beside, waiting = (add(core, prompt) for prompt in ([39], [5], [7]))
-    core.step()
-    with pytest.raises(RequestError, match="logits row 0 of 2 has NaN"):
-        core.step()
-    assert isinstance(poisoned.error, RequestError) and beside.error is poisoned.error
-    assert waiting.error is None
+@pytest.mark.parametrize("prompts", [([39], [5], [7]), ([5], [39], [7])])
+def test_unusable_logits_drop_their_own_sequence_only(core: EngineCore, prompts: tuple[list[int], ...]) -> None:
+    sequences = [add(core, prompt) for prompt in prompts]
     while core.scheduler.num_unfinished:
         core.step()
-    assert (outputs(poisoned), outputs(beside), outputs(waiting)) == ([40], [6], [8, 9, 10, 11])
+    for prompt, sequence in zip(prompts, sequences, strict=True):
+        if prompt == [39]:
+            assert outputs(sequence) == [40] and sequence.finish_reason is None
+            assert str(sequence.error).startswith(f"request {sequence.request_id} was dropped: its logits have NaN")
+        else:
+            assert outputs(sequence) == list(range(prompt[0] + 1, prompt[0] + 5)) and sequence.error is None
     assert is_idle(core)
+
+
+def test_failed_step_drops_what_it_ran_and_nothing_else(core: EngineCore) -> None:
+    """The sequences of that step may have moved their states on without a token: they cannot be run again."""
+    first, second, waiting = (add(core, prompt) for prompt in ([1], [5], [7]))
+    core.step()
+    backend_of(core).error = error = RuntimeError("broken")
+    with pytest.raises(RuntimeError, match="broken"):
+        core.step()
+    for sequence in (first, second):
+        assert "was dropped: a step failed that it shared" in str(sequence.error)
+        assert sequence.error is not None and sequence.error.__cause__ is error
+    assert waiting.error is None
+    backend_of(core).error = None
+    while core.scheduler.num_unfinished:
+        core.step()
+    assert (outputs(first), outputs(second), outputs(waiting)) == ([2], [6], [8, 9, 10, 11])
+    assert is_idle(core)
+
+
+def test_a_step_of_nothing_does_nothing(core: EngineCore) -> None:
+    core.step()
+    assert backend_of(core).steps == []
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
@@ -99,7 +122,7 @@ def test_failing_backend_leaves_nothing_behind(core: EngineCore, error: BaseExce
     backend.error = error
     with pytest.raises(type(error)):
         core.step()
-    assert sequence.error is error
+    assert sequence.error is not None and sequence.error.__cause__ is error
     assert is_idle(core)
     backend.error = None
     following = add(core, [1])

@@ -182,10 +182,10 @@ def test_missing_changed_and_truncated_files(bundle: Path, capsys: Capture, name
     assert f"damaged bundle: {name} is missing; build it again" in refused(capsys, bundle, "a")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}"])
-def test_damaged_manifest(bundle: Path, capsys: Capture, text: str) -> None:
+@pytest.mark.parametrize(("text", "found"), [("{", "not a JSON file"), ("[]", "holds a list"), ("{}", "damaged")])
+def test_damaged_manifest(bundle: Path, capsys: Capture, text: str, found: str) -> None:
     (bundle / MANIFEST_FILE).write_text(text)
-    assert f"{MANIFEST_FILE}: damaged" in refused(capsys, bundle, "a")
+    assert f"{MANIFEST_FILE}: {found}" in refused(capsys, bundle, "a")
 
 
 def test_config_only_bundle(tiny_bundle: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -48,7 +48,7 @@ def test_content(tmp_path: Path, content: dict[str, Any], expected: GenerationCo
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not valid JSON"),
+        ("{", "not a JSON file"),
         ([], "holds a list; a JSON object was expected"),
         (None, "holds a NoneType; a JSON object was expected"),
         ({"eos_token_id": "x"}, "eos_token_id is 'x'; an id or a list of ids was expected"),

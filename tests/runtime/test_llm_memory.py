@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,13 @@ def test_bad_number_of_pages(tiny_bundle: Path, num_blocks: Any) -> None:
         LLM(tiny_bundle, num_blocks=num_blocks)
 
 
+@pytest.mark.parametrize("name", ["bundle", "checkpoint"])
+@pytest.mark.parametrize("value", [5, b"bundle", ["bundle"]])
+def test_a_path_that_is_none(tiny_bundle: Path, name: str, value: Any) -> None:
+    with pytest.raises(BundleError, match=re.escape(f"{name} is {value!r}; the path of a folder was expected")):
+        LLM(**{"bundle": tiny_bundle, name: value})
+
+
 def test_poisoned_weights_fail_the_request_and_leave_no_memory_taken(tiny_bundle: Path) -> None:
     llm = LLM(tiny_bundle)
     backend = llm.core.backend
@@ -86,3 +95,19 @@ def test_bundle_without_tokenizer_works_with_token_ids(tmp_path: Path, tiny_llm:
         llm.generate(ids([5]), SamplingParams(stop="x"))
     with pytest.raises(RequestError, match="no chat template or no tokenizer; use generate with token ids"):
         llm.chat([{"role": "user", "content": "Hi"}])
+
+
+def test_threads_share_a_model(llm: LLM) -> None:
+    prompts = [ids([10 + index] * (3 + index)) for index in range(8)]
+    expected = [generated(llm.generate(prompt, GREEDY)[0]) for prompt in prompts]
+    scores = llm.score([5, 6, 7])
+
+    def serve(index: int) -> list[int]:
+        if index % 2:
+            return generated(llm.generate(prompts[index], GREEDY)[0])
+        return [token for chunk in llm.stream(prompts[index], GREEDY) for token in chunk.token_ids]
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(serve, range(8))) == expected
+    assert torch.equal(llm.score([5, 6, 7]), scores)

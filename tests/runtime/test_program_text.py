@@ -149,6 +149,30 @@ HOSTILE: dict[str, tuple[Edit, str]] = {
     "an attribute as argument": (line(FIRST, "torch.ops.aten.sigmoid.default(x.grad)"), "one of .'torch.bfloat16'"),
     "a lookalike dtype": (line(FIRST, "torch.ops.aten.to.dtype(x, torch.evil.float32)"), "one of .'torch.bfloat16'"),
     "another dtype": (line(FIRST, "torch.ops.aten.to.dtype(x, torch.float64)"), "one of .'torch.bfloat16'"),
+    "too few arguments": (line(FIRST, "torch.ops.aten.linear.default(x)"), "arguments that fit `aten::linear"),
+    "too many arguments": (line(FIRST, "torch.ops.aten.sigmoid.default(x, x)"), "arguments that fit `aten::sigmoid"),
+    "no arguments for our op": (line(FIRST, "torch.ops.q4e.moe.default()"), "arguments that fit `q4e::moe"),
+    "a string for a tensor": (line(FIRST, "torch.ops.aten.sigmoid.default('x')"), "arguments that fit `aten::sigmoid"),
+    "a number for our tensor": (line("hc_project", "torch.ops.q4e.hc_project.default(1, x, 2)"), "that fit `q4e::hc_p"),
+    "a tensor for a number": (line(FIRST, "torch.ops.aten.unsqueeze.default(x, x)"), "arguments that fit"),
+    "a float for an integer": (line(FIRST, "torch.ops.aten.unsqueeze.default(x, 1.0)"), "arguments that fit"),
+    "a boolean for an integer": (line(FIRST, "torch.ops.aten.unsqueeze.default(x, True)"), "arguments that fit"),
+    "a number for a dtype": (line(FIRST, "torch.ops.aten.to.dtype(x, 1)"), "arguments that fit `aten::to.dtype"),
+    "a number for a list": (line(FIRST, "torch.ops.aten.view.default(x, 1)"), "arguments that fit `aten::view"),
+    "a list of other things": (
+        line(FIRST, "torch.ops.aten.cat.default([x, 1.5, 'a'])"),
+        "arguments that fit `aten::cat",
+    ),
+    "several results for one": (
+        lambda t: t.replace("cat.default([", "cat.default([hc_project, "),
+        "arguments that fit `aten::cat",
+    ),
+    "a result of a single value": (line(FIRST, "x[0]"), "one of the results of an op that has several"),
+    "a result too far": (lambda t: t.replace("hc_project[1]", "hc_project[2]"), "one of the results of an op"),
+    "a returned op of several results": (
+        lambda t: t[: t.rindex("    return")] + "    return (hc_project,)\n",
+        "a returned tuple of single values",
+    ),
     "an undefined value": (line(FIRST, "torch.ops.aten.sigmoid.default(y)"), "a value defined above"),
     "a builtin as value": (line(FIRST, "torch.ops.aten.sigmoid.default(print)"), "a value defined above"),
     "an index that is no number": (line(FIRST, "x[x]"), "a number or a string"),
@@ -207,7 +231,7 @@ def test_the_line_of_the_mistake_is_named(folder: Path) -> None:
 @pytest.mark.parametrize("name", [GRAPH_FILE, TABLES_FILE])
 def test_a_missing_file_is_named(name: str, folder: Path) -> None:
     (folder / name).unlink()
-    with pytest.raises(BundleError, match=f"cannot read the program: .*{name}"):
+    with pytest.raises(BundleError, match=f"{name}.*No such file|No such file.*{name}"):
         load_program(folder)
 
 
@@ -215,6 +239,10 @@ def edit_tables(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
     tables = json.loads((folder / TABLES_FILE).read_text())
     edit(tables)
     (folder / TABLES_FILE).write_text(json.dumps(tables))
+
+
+def literal(values: list[Any], dtype: str = "int64", shape: Any = (1,)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "values": values}
 
 
 @pytest.mark.parametrize(
@@ -226,6 +254,24 @@ def edit_tables(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
         (lambda t: t["inputs"][0].update(shape=None), "not the tables of a program: TypeError"),
         (lambda t: t["inputs"][0].update(dtype="complex64"), "a tensor of dtype 'complex64', expected one of"),
         (lambda t: t["weights"][0].update(recipe={"run": "rm"}), "neither a source, a literal nor a transform"),
+        (
+            lambda t: t["inputs"][0].update(shape=["Q", 8]),
+            "a tensor with the dim 'Q', expected a size or one of \\['T'",
+        ),
+        (lambda t: t["inputs"][0].update(shape=["T", -8]), "a tensor with the dim -8, expected a size or one of"),
+        (lambda t: t["inputs"][0].update(shape=["T", 8.5]), "a tensor with the dim 8.5, expected a size or one of"),
+        (lambda t: t["states"][0].update(shape=["num_pages", 3, 8]), "a state of shape .*num_blocks or num_slots in"),
+        (lambda t: t["states"][0].update(shape=["num_slots", "T", 8]), "a tensor with the dim 'T'"),
+        (lambda t: t["states"][0].update(shape=[]), "not the tables of a program: ValueError"),
+        (lambda t: t["states"][0].update(init="0"), "not the tables of a program: TypeError"),
+        (lambda t: t["weights"][0]["tensor"].update(shape=["T", 4]), "a tensor with the dim 'T'"),
+        (lambda t: t["weights"][0].update(recipe=literal(["1"])), "a literal with the value '1', expected numbers"),
+        (lambda t: t["weights"][0].update(recipe=literal([True])), "a literal with the value True, expected numbers"),
+        (lambda t: t["weights"][0].update(recipe=literal([1], dtype="x")), "a tensor of dtype 'x', expected one of"),
+        (lambda t: t["weights"][0].update(recipe=literal([1], shape=["T"])), "a tensor with the dim 'T'"),
+        (lambda t: t["weights"][0].update(recipe={"op": "cast", "inputs": [], "attrs": []}), "AttributeError"),
+        (lambda t: t["inputs"][0].update(name="a__b"), "not the tables of a program: AssertionError"),
+        (lambda t: t["inputs"][0].update(name=5), "not the tables of a program: TypeError"),
         (lambda t: t["weights"].pop(), "not of one program: .*in one only: \\['project__weight'\\]"),
         (lambda t: t["inputs"].reverse(), "not of one program: .*another order"),
         (lambda t: t["outputs"].pop(), "not of one program: .*2 and 1 outputs"),
@@ -233,13 +279,14 @@ def edit_tables(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 )
 def test_broken_tables_are_refused(edit: Callable[[dict[str, Any]], Any], message: str, folder: Path) -> None:
     edit_tables(folder, edit)
-    with pytest.raises(BundleError, match=message):
+    with pytest.raises(BundleError, match=message) as caught:
         load_program(folder)
+    assert str(caught.value).startswith(str(folder))
 
 
 def test_tables_that_are_not_json_are_refused(folder: Path) -> None:
     (folder / TABLES_FILE).write_text("{")
-    with pytest.raises(BundleError, match="cannot read the program"):
+    with pytest.raises(BundleError, match=f"{TABLES_FILE}: not a JSON file"):
         load_program(folder)
 
 

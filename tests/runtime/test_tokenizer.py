@@ -147,6 +147,12 @@ def test_folder_round_trip_drops_truncation_and_padding(tmp_path: Path) -> None:
     assert tokenizer is not None and tokenizer.encode(text) == TOKENIZER.encode(text)
 
 
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(BundleError, match=r"tokenizer\.json is not a tokenizer .*Is a directory"):
+        Tokenizer.from_dir(tmp_path)
+
+
 def test_other_vocabulary_files_alone_are_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     (tmp_path / "merges.txt").write_text("")

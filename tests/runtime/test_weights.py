@@ -102,6 +102,10 @@ def weight(recipe: WeightRecipe, *shape: int, dtype: str = "float32") -> WeightS
         (weight(transform("concat", Source("a"), Source("conv"), dim=0), 6, 3), "does not fit the checkpoint"),
         (weight(transform("stack", Source("a"), Source("conv")), 2, 2, 3), "does not fit the checkpoint"),
         (weight(transform("reshape", Source("a"), shape=(4, 2)), 4, 2), "does not fit the checkpoint"),
+        (weight(transform("concat", Source("a"), dim=9), 2, 3), "does not fit the checkpoint"),
+        (weight(Transform("concat", (Source("a"),)), 2, 3), "does not fit the checkpoint"),
+        (weight(Literal("int64", (2,), (1, "a")), 2), "does not fit the checkpoint"),  # pyright: ignore[reportArgumentType]
+        (weight(Literal("int64", (1,), (2**70,)), 1), "does not fit the checkpoint"),
         (weight(Transform("reshape", (Source("a"),)), 4, 2), "does not fit the checkpoint: .*'shape'"),
     ],
 )
