@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -15,11 +16,12 @@ import onnx
 from qwen4exp_trt.builder.bundle import check_output, hash_files, staged_folder
 from qwen4exp_trt.builder.compile import CompiledProgram, Stage, compile_program
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
-from qwen4exp_trt.builder.options import BuildOptions, PlanOptions
+from qwen4exp_trt.builder.options import DEFAULT_TARGET, BuildOptions, PlanOptions
 from qwen4exp_trt.builder.plan import Plan, make_plan
 from qwen4exp_trt.builder.profiles import Profile, optimization_profiles
 from qwen4exp_trt.builder.text_files import TextFiles
 from qwen4exp_trt.builder.verify import check_memory, make_verifier, verify_onnx
+from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import ResolvedWeights, resolve_weights
 from qwen4exp_trt.passes.verification import Verifier
@@ -59,6 +61,8 @@ class BuildReport:
 def plan_bundle(options: PlanOptions, config: ModelConfig) -> Plan:
     """What the bundle will need on its target."""
     target = options.engine_target if options.has_engine else None
+    if target is not None and not re.fullmatch(r"sm\d{2,3}", target):
+        raise BuildError(f"--target is {target!r}; it must be a GPU architecture such as {DEFAULT_TARGET}")
     return make_plan(config, options.limits_for(config), options.precision, target)
 
 

@@ -34,7 +34,7 @@ def describe_misfit(plan: Plan) -> str | None:
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    target = plan.target or "no engine"
+    target = "no engine" if plan.target is None else plan.target
     name = target if plan.device is None else f"{target} ({plan.device.name})"
     batch = plan.limits.max_batch_size
     limits = f"{batch} sequence{'s' * (batch > 1)} of {plan.limits.max_seq_len:,} tokens"

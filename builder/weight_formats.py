@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import Shape, expected_weights
+from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, NVFP4_BLOCK
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class WeightFormat:
 BF16 = WeightFormat("bfloat16", 16)
 FLOAT32 = WeightFormat("float32", 32)
 FP8 = WeightFormat("fp8", 8, matrix_scale_bytes=2)
-FP8_BLOCKS = WeightFormat("fp8 blocks", 8, block=(128, 128), block_scale_bytes=2)
-NVFP4 = WeightFormat("nvfp4", 4, block=(1, 16), block_scale_bytes=1, matrix_scale_bytes=4)
+FP8_BLOCKS = WeightFormat("fp8 blocks", 8, block=(FP8_BLOCK, FP8_BLOCK), block_scale_bytes=2)
+NVFP4 = WeightFormat("nvfp4", 4, block=(1, NVFP4_BLOCK), block_scale_bytes=1, matrix_scale_bytes=4)
 
 FORMAT_OF_PRECISION = {"bfloat16": BF16, "float32": FLOAT32}
 """How a precision stores whatever no other format is asked for."""

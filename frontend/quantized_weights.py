@@ -34,7 +34,7 @@ class ScaleFormat:
 
 
 @dataclass(frozen=True)
-class WeightFormat:
+class StoredFormat:
     """``transform`` makes a float32 weight of the stored one and its scales, in this order; None where it is one."""
 
     dtypes: tuple[str, ...]
@@ -64,11 +64,11 @@ def _nvfp4_blocks(shape: Shape) -> tuple[Shape, ...]:
 _SCALE_DTYPES = ("BF16", "F32")
 
 FORMATS = (
-    WeightFormat(("BF16", "F16", "F32")),
-    WeightFormat(("F8_E4M3",), "dequantize_fp8_blocks", (ScaleFormat("weight_scale_inv", _SCALE_DTYPES, _fp8_grid),)),
-    WeightFormat(("F8_E4M3",), "dequantize_fp8", (ScaleFormat("weight_scale", _SCALE_DTYPES, _scalar),)),
-    WeightFormat(("F8_E4M3",), "dequantize_fp8_blocks", (ScaleFormat("weight_scale", _SCALE_DTYPES, _fp8_grid),)),
-    WeightFormat(
+    StoredFormat(("BF16", "F16", "F32")),
+    StoredFormat(("F8_E4M3",), "dequantize_fp8_blocks", (ScaleFormat("weight_scale_inv", _SCALE_DTYPES, _fp8_grid),)),
+    StoredFormat(("F8_E4M3",), "dequantize_fp8", (ScaleFormat("weight_scale", _SCALE_DTYPES, _scalar),)),
+    StoredFormat(("F8_E4M3",), "dequantize_fp8_blocks", (ScaleFormat("weight_scale", _SCALE_DTYPES, _fp8_grid),)),
+    StoredFormat(
         ("U8",),
         "dequantize_nvfp4",
         (
@@ -83,26 +83,26 @@ FORMATS = (
 SCALE_SUFFIXES = tuple(dict.fromkeys(scale.suffix for form in FORMATS for scale in form.scales))
 
 
-def formats_for(stored: Shape) -> list[WeightFormat]:
+def formats_for(stored: Shape) -> list[StoredFormat]:
     """The formats that a tensor of this shape may have."""
     return [form for form in FORMATS if len(stored) == 2 or not form.scales]
 
 
-def missing_suffixes(form: WeightFormat, scale: ScaleFormat) -> list[str]:
+def missing_suffixes(form: StoredFormat, scale: ScaleFormat) -> list[str]:
     """The suffixes of which one is needed where ``scale`` is missing: formats of one dtype differ by their first."""
     if scale is not form.scales[0]:
         return [scale.suffix]
     return list(dict.fromkeys(other.scales[0].suffix for other in FORMATS if other.dtypes == form.dtypes))
 
 
-def choose_format(dtype: str, stored: Shape, scale_shapes: Mapping[str, Shape]) -> WeightFormat | None:
+def choose_format(dtype: str, stored: Shape, scale_shapes: Mapping[str, Shape]) -> StoredFormat | None:
     """The format of a tensor with these scales (by suffix) beside it; None for a dtype that no format stores.
 
     Of the formats of its dtype it is the one that the scales fit best, so that its rules say what is wrong with them.
     """
     candidates = [form for form in formats_for(stored) if dtype in form.dtypes]
 
-    def num_fitting(form: WeightFormat) -> int:
+    def num_fitting(form: StoredFormat) -> int:
         shape = form.unpacked_shape(stored)
         present = [scale for scale in form.scales if scale.suffix in scale_shapes]
         return len(present) + sum(scale_shapes[scale.suffix] in scale.shapes(shape) for scale in present)

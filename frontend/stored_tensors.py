@@ -13,7 +13,7 @@ from qwen4exp_trt.frontend.quantized_weights import (
     SCALE_SUFFIXES,
     ScaleFormat,
     Shape,
-    WeightFormat,
+    StoredFormat,
     choose_format,
     formats_for,
     missing_suffixes,
@@ -100,7 +100,7 @@ class StoredTensors:
         form, stored = self._format(canonical), self.checkpoint.shape(self.stored[canonical])
         return stored if form is None else form.unpacked_shape(stored)
 
-    def _format(self, canonical: str) -> WeightFormat | None:
+    def _format(self, canonical: str) -> StoredFormat | None:
         name, scales = self.stored[canonical], self._scales_beside(canonical)
         shapes = {suffix: self.checkpoint.shape(self.stored[scale]) for suffix, scale in scales.items()}
         return choose_format(self.checkpoint.dtype(name), self.checkpoint.shape(name), shapes)
@@ -118,7 +118,7 @@ class StoredTensors:
             if f"{owner}{suffix}" in self.stored
         }
 
-    def _claim_scales(self, canonical: str, form: WeightFormat, shape: Shape | None) -> WeightRecipe:
+    def _claim_scales(self, canonical: str, form: StoredFormat, shape: Shape | None) -> WeightRecipe:
         """The recipe of a stored weight in ``form``; ``shape`` None when the scales' own shapes cannot be judged."""
         recipe, beside = Source(self.stored[canonical]), self._scales_beside(canonical)
         if form.transform is None:

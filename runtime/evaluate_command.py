@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace) -> None:
     result = evaluate(
         llm, text, window=args.window, max_tokens=args.max_tokens, base=base, progress=progress.show_windows
     )
+    print(format_result(result))
     if args.json is not None:
         _write_json(args, result)
-    print(format_result(result))
 
 
 def _load(args: argparse.Namespace, bundle: Path, checkpoint: Path | None) -> LLM:
@@ -85,19 +85,25 @@ def _read_text(path: Path) -> str:
 
 def _check_json(path: Path) -> None:
     """`RequestError` before the work if the file cannot be written after it."""
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise RequestError(f"{path}: --json cannot write a file there; choose one in an existing, writable folder")
+    try:
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{path}: --json writes a file, and this is something else; choose another name")
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise RequestError(f"{path}: --json cannot write a file there: {error.strerror}; choose another") from error
 
 
 def _write_json(args: argparse.Namespace, result: Evaluation) -> None:
+    """Write the file under a temporary name first, so that it is whole or as it was."""
     against = None if args.against is None else str(args.against)
     data = {"bundle": str(args.bundle), "text": str(args.text), "against": against, **asdict(result)}
-    partial = args.json.with_name(f".{args.json.name}.partial")
+    target: Path = args.json.resolve()
     try:
-        partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-        partial.replace(args.json)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            staged = Path(folder) / "result.json"
+            staged.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            staged.replace(target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise RequestError(f"{args.json}: cannot write the result: {error.strerror}") from error
 
 

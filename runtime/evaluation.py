@@ -7,7 +7,6 @@ have more rows in its head. Log-probabilities are float32, in nats.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -169,9 +168,15 @@ def _summarize(windows: Sequence[_Window], window: int, has_base: bool) -> Evalu
     comparison = None
     if has_base:
         comparison = Comparison(
-            base_perplexity=math.exp(base_loss.mean()),
+            base_perplexity=_perplexity(base_loss),
             mean_kl=float(kl.mean()),
             tail_kl=float(np.quantile(kl, _TAIL)),
             top1_agreement=float(agrees.mean()),
         )
-    return Evaluation(loss.size, len(windows), window, math.exp(loss.mean()), comparison)
+    return Evaluation(loss.size, len(windows), window, _perplexity(loss), comparison)
+
+
+def _perplexity(loss: np.ndarray) -> float:
+    """Of losses in nats a token; infinite where float64 has no such number."""
+    with np.errstate(over="ignore"):
+        return float(np.exp(loss.mean()))
