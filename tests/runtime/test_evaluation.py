@@ -18,7 +18,7 @@ from qwen4exp_trt.runtime.evaluation import evaluate
 HELDOUT = (bundles.ROOT / "demo" / "heldout.txt").read_text(encoding="utf-8")
 
 REFERENCE_BOUND = 1e-3
-"""Relative, of the perplexity. Measured: 1e-6."""
+"""Relative, of the perplexity."""
 
 
 @pytest.fixture(scope="module")
