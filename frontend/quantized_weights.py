@@ -130,7 +130,7 @@ def check_quantization_config(folder: Path) -> None:
 def _check_names(path: Path) -> None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     for key, value in _named_quantizations(data):
         if value not in _KNOWN[key]:

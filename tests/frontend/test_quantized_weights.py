@@ -327,9 +327,10 @@ def test_trap_14_unknown_algorithms_are_refused_by_name(tmp_path: Path, algo: st
         resolve_weights(ModelConfig.from_dir(tmp_path), Checkpoint.open(tmp_path))
 
 
-def test_damaged_quantization_config(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[" * 200_000], ids=["cut off", "too deep"])
+def test_damaged_quantization_config(tmp_path: Path, text: str) -> None:
     write(tmp_path, RELEASES["FP8"])
-    (tmp_path / "hf_quant_config.json").write_text("{")
+    (tmp_path / "hf_quant_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"hf_quant_config\.json: cannot be read as JSON"):
         resolve_weights(ModelConfig.from_dir(tmp_path), Checkpoint.open(tmp_path))
 
