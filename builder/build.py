@@ -25,7 +25,7 @@ from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import ResolvedWeights, resolve_weights
 from qwen4exp_trt.passes.verification import Verifier
-from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.plugins.registry import op_versions
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE, PROGRAM_DIR, CheckpointRef, Manifest
@@ -176,7 +176,7 @@ def _manifest(
         vocab_size=config.vocab_size,
         stop_token_ids=text_files.stop_token_ids,
         checkpoint=checkpoint,
-        plugins={name: spec.version for name, spec in all_specs().items()},
+        plugins=op_versions(),
         profiles={name: {tensor: list(shapes) for tensor, shapes in p.items()} for name, p in profiles.items()},
         passes=[asdict(result) for result in compiled.passes],
         tools=tools,

@@ -1,7 +1,7 @@
 """Lowers a `Program` to ONNX: ATen ops by the table, ``q4e`` ops to plugin nodes, mutated states to aliased outputs.
 
-A state is a graph input. The node that updates it gets one more output, the state's next version, which TensorRT
-aliases to the input; whoever reads the state later reads that version. Weights are graph inputs too: a model holds
+A state is a graph input. The node that updates it gets one more output, the updated state, which TensorRT aliases to
+the input; whoever reads the state later reads that output. Weights are graph inputs too: a model holds
 shape constants only.
 """
 
@@ -28,8 +28,8 @@ def lower_program(program: Program) -> onnx.ModelProto:
     """The ONNX model of a traced or transformed program (its nodes carry fake tensors).
 
     Inputs and outputs are named as in the tables (an updated state `StateSpec.out_name`), nodes and values by their
-    module paths, dynamic dims as in the tables. Raises BuildError for an op outside the table, a state that no op
-    updates, and a state whose update is not its version's only reader.
+    module paths, dynamic dims as in the tables. Raises BuildError for an op outside the table, a state that not
+    exactly one op updates, and a state that another op reads before.
     """
     return _ProgramLowering(program).lower()
 

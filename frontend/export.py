@@ -19,8 +19,8 @@ from qwen4exp_trt.frontend.model import TextModel, rotary_frequencies
 from qwen4exp_trt.frontend.ngram import ngram_hash
 from qwen4exp_trt.frontend.states import state_specs
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, is_getitem
-from qwen4exp_trt.runtime.specs import Literal, Source, StateSpec, TensorSpec, WeightRecipe, WeightSpec
-from qwen4exp_trt.runtime.weights import dtype_from_name, transform
+from qwen4exp_trt.runtime.specs import Literal, Source, StateSpec, TensorSpec, WeightRecipe, WeightSpec, extent_of
+from qwen4exp_trt.runtime.weights import dtype_from_name, name_from_dtype, transform
 
 _SAMPLE_EXTENTS = {"T": 6, "B": 2, "B_plus_1": 3, "L": 4, "max_blocks": 5, "num_blocks": 11, "num_slots": 7}
 """Distinct sizes above one, so that the tracer neither specializes nor equates them."""
@@ -91,7 +91,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _sample(spec: TensorSpec | StateSpec) -> Tensor:
-    shape = [_SAMPLE_EXTENTS[dim] if isinstance(dim, str) else dim for dim in spec.shape]
+    shape = [extent_of(dim, _SAMPLE_EXTENTS) for dim in spec.shape]
     return torch.zeros(shape, dtype=dtype_from_name(spec.dtype))
 
 
@@ -120,7 +120,7 @@ def _program_from_export(
             assert spec.target is not None
             paths[node] = name = spec.target
             value = node.meta["val"]
-            tensor = TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            tensor = TensorSpec(name, tuple(value.shape), name_from_dtype(value.dtype))
             weights.append(WeightSpec(tensor, literals.get(name) or _source_recipe(tensor)))
     return Program.from_graph(graph, inputs, states, tuple(weights), outputs, _node_names(graph, paths))
 

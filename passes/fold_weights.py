@@ -16,6 +16,7 @@ from qwen4exp_trt.passes.base import graph_pass
 from qwen4exp_trt.passes.patterns import WEIGHT_TRANSFORMS, add_weight, erase_unused, find_foldable
 from qwen4exp_trt.runtime.program import Program, path_from_identifier
 from qwen4exp_trt.runtime.specs import TensorSpec, WeightRecipe, WeightSpec
+from qwen4exp_trt.runtime.weights import name_from_dtype
 
 
 @graph_pass(ensures=["weights_folded"])
@@ -33,7 +34,7 @@ def fold_weights(program: Program) -> int:
 
 def _replace(program: Program, node: fx.Node, recipe: WeightRecipe) -> None:
     value = node.meta["val"]
-    name, dtype = f"{path_from_identifier(node.name)}.weight", str(value.dtype).removeprefix("torch.")
+    name, dtype = f"{path_from_identifier(node.name)}.weight", name_from_dtype(value.dtype)
     weight = add_weight(program, WeightSpec(TensorSpec(name, tuple(value.shape), dtype), recipe), value)
     node.replace_all_uses_with(weight)
     erase_unused(program.graph, node)

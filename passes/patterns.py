@@ -13,12 +13,12 @@ from torch._guards import detect_fake_mode
 from qwen4exp_trt.plugins.registry import all_specs, spec_of
 from qwen4exp_trt.runtime.program import Program, identifier_from_path
 from qwen4exp_trt.runtime.specs import WeightRecipe, WeightSpec
-from qwen4exp_trt.runtime.weights import transform
+from qwen4exp_trt.runtime.weights import name_from_dtype, transform
 
 ATEN: Any = torch.ops.aten
 
 WEIGHT_TRANSFORMS: dict[Any, Callable[..., WeightRecipe]] = {
-    ATEN.to.dtype: lambda x, dtype: transform("cast", x, dtype=str(dtype).removeprefix("torch.")),
+    ATEN.to.dtype: lambda x, dtype: transform("cast", x, dtype=name_from_dtype(dtype)),
     ATEN.add.Tensor: lambda x, value: transform("add", x, value=value),
     ATEN.cat.default: lambda parts, dim=0: transform("concat", *parts, dim=dim),
     ATEN.view.default: lambda x, shape: transform("reshape", x, shape=tuple(shape)),

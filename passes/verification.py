@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import PassError
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.specs import WeightSpec, extent_of
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, WeightSpec, extent_of
 from qwen4exp_trt.runtime.weights import TensorSource, dtype_from_name, materialize_weight, sources_of
 
 _STALE = 7
@@ -127,7 +127,7 @@ class _BatchBuilder:
 
     def __init__(self, vocab_size: int, block_size: int, max_len: int) -> None:
         self.vocab_size, self.blocks = vocab_size, -(-max_len // block_size)
-        self.extents = {"num_slots": 5, "num_blocks": 3 * self.blocks + 2}
+        self.extents = {NUM_SLOTS: 5, NUM_BLOCKS: 3 * self.blocks + 2}
         self.seq_lens = [0, 0, 0]
         self.generator = torch.Generator().manual_seed(0)
 

@@ -32,6 +32,11 @@ def all_specs() -> dict[str, OpSpec]:
     return specs
 
 
+def op_versions() -> dict[str, int]:
+    """The version of every op by name."""
+    return {name: spec.version for name, spec in all_specs().items()}
+
+
 def spec_of(op: Any) -> OpSpec | None:
     """The spec of a torch op overload, or None when it is not one of ours."""
     if not isinstance(op, torch._ops.OpOverload) or op.namespace != NAMESPACE:

@@ -14,7 +14,7 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.program_text import load_program
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
 from qwen4exp_trt.runtime.weights import dtype_from_name, materialize_weight
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | No
 def allocate_states(specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int) -> dict[str, Tensor]:
     """Every state buffer by name, filled with its initial value; `BundleError` if there is no memory for them."""
     extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
-    shapes = [[extents[dim] if isinstance(dim, str) else dim for dim in spec.shape] for spec in specs]
+    shapes = [[extent_of(dim, extents) for dim in spec.shape] for spec in specs]
     try:
         return {
             spec.name: torch.full(shape, spec.init, dtype=dtype_from_name(spec.dtype))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from qwen4exp_trt import __version__
 from qwen4exp_trt.errors import BuildError, BundleError
-from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.plugins.registry import op_versions
 from qwen4exp_trt.runtime.checkpoint import listing
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.json_files import read_json_object
@@ -149,7 +149,7 @@ def _check_versions(path: Path, data: Mapping[str, Any]) -> None:
             f"{path}: made by qwen4exp-trt {found[1]} (bundle format {found[0]}), this is {__version__} "
             f"(format {FORMAT_VERSION}); build the bundle again"
         )
-    versions = {name: spec.version for name, spec in all_specs().items()}
+    versions = op_versions()
     found = data["plugins"]
     if found != versions:
         differing = sorted(name for name in versions | found if versions.get(name) != found.get(name))

@@ -60,6 +60,10 @@ def _row_starts(result: Tensor) -> range:
     return range(0, 0 if result.is_meta else len(result), _ROWS_AT_ONCE)
 
 
+def name_from_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "cast": lambda inputs, dtype: inputs[0].to(dtype_from_name(dtype)),
     "add": lambda inputs, value: inputs[0] + value,
@@ -153,7 +157,7 @@ def materialize_weight(spec: WeightSpec, source: TensorSource) -> Tensor:
     except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
         raise CheckpointError(f"weight {spec.name}: its recipe does not fit the checkpoint: {error}") from error
     expected = (tuple(spec.tensor.shape), spec.tensor.dtype)
-    found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    found = (tuple(tensor.shape), name_from_dtype(tensor.dtype))
     if found != expected:
         raise CheckpointError(f"weight {spec.name}: its recipe gave {found}, the program expects {expected}")
     return tensor.contiguous()
