@@ -70,6 +70,8 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "concat": lambda inputs, dim: torch.cat(inputs, dim),
     "stack": lambda inputs: torch.stack(inputs),
     "reshape": lambda inputs, shape: inputs[0].reshape(shape),
+    "view": lambda inputs, dtype: inputs[0].view(dtype_from_name(dtype)),
+    "expand": lambda inputs, shape: inputs[0].expand(shape),
     "dequantize_fp8": _dequantize_fp8,
     "dequantize_fp8_blocks": _dequantize_fp8_blocks,
     "dequantize_nvfp4": _dequantize_nvfp4,
