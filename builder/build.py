@@ -90,7 +90,7 @@ def build_bundle(
     compiled, onnx_errors = _compile(options, config, source, stage)
     program = compiled.program
     if source is not None:
-        program = program.map_weight_sources(source.weights.recipes.__getitem__)
+        program = program.map_weight_sources(lambda name: source.weights.weights[name].value)
     profiles = optimization_profiles(limits, (*program.inputs, *program.states))
     engine = None
     if trt is not None:

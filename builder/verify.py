@@ -45,7 +45,7 @@ def make_verifier(config: ModelConfig, block_size: int, weights: ResolvedWeights
     """A verifier of programs whose recipes name canonical weights, on the checkpoint's values."""
 
     def source(name: str) -> torch.Tensor:
-        return materialize(weights.recipes[name], checkpoint.tensor)
+        return materialize(weights.weights[name].value, checkpoint.tensor)
 
     return Verifier(batch_samples(config.vocab_size, block_size, config.indexer_budget or 1), source)
 

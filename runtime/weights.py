@@ -45,14 +45,24 @@ def _dequantize_fp8_blocks(inputs: list[Tensor]) -> Tensor:
 
 
 def _dequantize_nvfp4(inputs: list[Tensor]) -> Tensor:
-    packed, block_scales, global_scale = inputs
-    result = torch.empty((len(packed), 2 * packed.shape[1]), dtype=torch.float32, device=packed.device)
+    """A weight ``[..., N, K]``; each of the scales ``[..., G]`` belongs to one of G equal groups of its N rows."""
+    packed, block_scales, scales = inputs
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    scales = torch.atleast_1d(scales)
+    by_row = scales.repeat_interleave(shape[-2] // scales.shape[-1], -1).reshape(-1)
+    packed, block_scales = packed.reshape(-1, packed.shape[-1]), block_scales.reshape(-1, block_scales.shape[-1])
+    result = torch.empty((len(packed), shape[-1]), dtype=torch.float32, device=packed.device)
     for start in _row_starts(result):
         rows = slice(start, start + _ROWS_AT_ONCE)
-        if int(block_scales[rows].view(torch.uint8).amax()) > _LAST_SCALE_BYTE:
-            raise ValueError("a block scale is NaN or negative; the checkpoint is damaged, download it again")
-        result[rows] = dequantize_nvfp4(packed[rows], block_scales[rows], global_scale)
-    return result
+        result[rows] = dequantize_nvfp4(packed[rows], block_scales[rows], by_row[rows])
+    return result.reshape(shape)
+
+
+def _check_block_scales(inputs: list[Tensor]) -> Tensor:
+    (scales,) = inputs
+    if not scales.is_meta and scales.numel() and int(scales.view(torch.uint8).amax()) > _LAST_SCALE_BYTE:
+        raise ValueError("a block scale is NaN or negative; the checkpoint is damaged, download it again")
+    return scales
 
 
 def _row_starts(result: Tensor) -> range:
@@ -75,6 +85,7 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "dequantize_fp8": _dequantize_fp8,
     "dequantize_fp8_blocks": _dequantize_fp8_blocks,
     "dequantize_nvfp4": _dequantize_nvfp4,
+    "check_block_scales": _check_block_scales,
 }
 """Transform name -> function of (inputs, **attrs)."""
 

@@ -115,7 +115,7 @@ def test_a_weight_that_is_not_as_expected_is_named(spec: WeightSpec, message: st
 
 
 def test_an_unknown_transform_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"the unknown transform 'quantize'; known: \['add', 'cast', 'concat'"):
+    with pytest.raises(CheckpointError, match=r"the unknown transform 'quantize'; known: \['add', 'cast', 'check_block_scales'"):
         materialize(Transform("quantize", (Source("a"),)), SOURCE)
 
 
@@ -129,7 +129,8 @@ def test_recipes_are_made_of_known_transforms_only() -> None:
     with pytest.raises(AssertionError):
         transform("quantize", Source("a"))
     dequantize = {"dequantize_fp8", "dequantize_fp8_blocks", "dequantize_nvfp4"}
-    assert set(TRANSFORMS) == {"cast", "add", "concat", "stack", "reshape", *dequantize}
+    views = {"reshape", "view", "expand", "check_block_scales"}
+    assert set(TRANSFORMS) == {"cast", "add", "concat", "stack", *views, *dequantize}
 
 
 def test_a_weight_is_contiguous() -> None:
@@ -210,12 +211,15 @@ def test_dequantized_parts_are_joined_in_the_precision_of_the_result() -> None:
 
 @pytest.mark.parametrize("byte", [0x7F, 0x80, 0xFF])
 @pytest.mark.parametrize("row", [0, 299])
-def test_block_scales_that_are_nan_or_negative(monkeypatch: pytest.MonkeyPatch, byte: int, row: int) -> None:
-    monkeypatch.setattr(weights_module, "_ROWS_AT_ONCE", 128)
+def test_block_scales_that_are_nan_or_negative(byte: int, row: int) -> None:
+    recipe = transform("check_block_scales", Source("block_scales"))
+    assert torch.equal(
+        materialize(recipe, QUANTIZED.__getitem__).view(torch.uint8), QUANTIZED["block_scales"].view(torch.uint8)
+    )
     damaged = QUANTIZED["block_scales"].clone()
     damaged.view(torch.uint8)[row, 3] = byte
-    with pytest.raises(CheckpointError, match="packed, block_scales, global_scale: a block scale is NaN or negative"):
-        materialize(NVFP4, (QUANTIZED | {"block_scales": damaged}).__getitem__)
+    with pytest.raises(CheckpointError, match="block_scales: a block scale is NaN or negative"):
+        materialize(recipe, (QUANTIZED | {"block_scales": damaged}).__getitem__)
 
 
 def test_quantized_tensors_of_other_shapes_are_named() -> None:
