@@ -11,7 +11,7 @@ from qwen4exp_trt.builder.lower import lower_program
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager, PassResult
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import Verifier
 from qwen4exp_trt.runtime.program import Program
 
@@ -33,12 +33,13 @@ def compile_program(
     precision: str,
     block_size: int,
     stage: Stage,
+    quantization: Quantization,
     verifier: Verifier | None = None,
 ) -> CompiledProgram:
     """Trace, transform and lower. ``verifier`` executes the program before and after each pass."""
     stage("export")
     program = export_program(config, precision, block_size)
     stage("passes")
-    program, results = PassManager(PIPELINE, verifier).run(program)
+    program, results = PassManager(make_pipeline(quantization), verifier).run(program)
     stage("lower")
     return CompiledProgram(program, lower_program(program), results)

@@ -20,8 +20,8 @@ from qwen4exp_trt.frontend.quantized_weights import (
 from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
 from qwen4exp_trt.runtime.specs import Source, WeightRecipe
-from qwen4exp_trt.runtime.weight_formats import DEQUANTIZE, PACKED_FP4, Part, WeightFormat
-from qwen4exp_trt.runtime.weights import transform
+from qwen4exp_trt.runtime.weight_formats import PACKED_FP4, Part, WeightFormat
+from qwen4exp_trt.runtime.weights import dequantize, transform
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 _SET_ASIDE = {
@@ -99,8 +99,8 @@ class StoredTensors:
         if len(scales) < len(form.scales) or form.format is WeightFormat.FLOAT:
             return StoredWeight(found, Source(name))
         codes = Source(name) if form.values_per_element == 1 else transform("view", Source(name), dtype=PACKED_FP4)
-        value = transform(DEQUANTIZE[form.format], codes, *scales.values())
-        return StoredWeight(found, value, form.format, {Part.CODES: codes, **scales})
+        parts = {Part.CODES: codes, **scales}
+        return StoredWeight(found, dequantize(form.format, parts), form.format, parts)
 
     def _format(self, canonical: str) -> StoredFormat | None:
         name, scales = self.stored[canonical], self._scales_beside(canonical)

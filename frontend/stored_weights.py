@@ -24,6 +24,8 @@ class StoredWeight:
     """FLOAT as well for a weight in several tensors whose formats differ; ``formats`` has them."""
     parts: Mapping[Part, WeightRecipe] = field(default_factory=dict[Part, WeightRecipe])
     """What `runtime.weight_formats.Part` describes; none of a FLOAT weight."""
+    num_scales: int = 1
+    """Of an n-gram table: its S equal groups of rows have a scale each."""
     formats: tuple[WeightFormat, ...] = ()
     """All that the checkpoint uses for it, if there are several."""
 
@@ -71,7 +73,8 @@ def concat_shards(shards: Sequence[StoredWeight]) -> StoredWeight:
     if not has_parts or (len(scales) > 1 and len({shard.shape for shard in shards}) > 1):
         return StoredWeight(shape, value, formats=formats)
     parts = {part: _concat_rows([shard.parts[part] for shard in shards]) for part in shards[0].parts}
-    return StoredWeight(shape, value, formats[0], parts | {Part.SCALES: _concat_rows(scales)})
+    parts[Part.SCALES] = _concat_rows(scales)
+    return StoredWeight(shape, value, formats[0], parts, len(scales))
 
 
 def _formats(weights: Sequence[StoredWeight]) -> tuple[WeightFormat, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError, CheckpointError, PluginError
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, dequantize_fp8_blocks, dequantize_nvfp4
 from qwen4exp_trt.runtime.specs import Literal, Source, Transform, WeightRecipe, WeightSpec
+from qwen4exp_trt.runtime.weight_formats import DEQUANTIZE, Part, WeightFormat
 
 TensorSource = Callable[[str], Tensor]
 """Gives a checkpoint tensor by name; a memory-mapped view is fine, nothing writes to it."""
@@ -94,6 +95,11 @@ def transform(op: str, *inputs: WeightRecipe, **attrs: Any) -> Transform:
     """A `Transform` whose op is known."""
     assert op in TRANSFORMS, op
     return Transform(op, tuple(inputs), tuple(attrs.items()))
+
+
+def dequantize(weight_format: WeightFormat, parts: Mapping[Part, WeightRecipe]) -> Transform:
+    """The float32 weight of the ``parts`` of a quantized one."""
+    return transform(DEQUANTIZE[weight_format], *(parts[part] for part in Part if part in parts))
 
 
 def sources_of(recipe: WeightRecipe) -> list[str]:

@@ -138,7 +138,7 @@ def test_verify_executes_every_pass_and_the_onnx(checkpoint: Path, tmp_path: Pat
     verified = r"verified +relative error of the passes \d\.\de[-+]\d\d, of the ONNX \d\.\de[-+]\d\d \(float32\)\n"
     assert re.search(verified, out)
     passes = Manifest.load(tmp_path / "bundle").passes
-    assert len(passes) == len(compile_module.PIPELINE)
+    assert len(passes) == len(make_pipeline(Quantization()))
     assert all(0 <= result["max_error"] < 1e-5 for result in passes)
 
 
@@ -157,7 +157,7 @@ def break_a_norm(program: Program) -> int:
 def test_verify_finds_a_broken_pass(
     checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_module, "PIPELINE", (break_a_norm,))
+    monkeypatch.setattr(compile_module, "make_pipeline", lambda quantization: (break_a_norm,))
     argv = [checkpoint, "-o", tmp_path / "bundle", *FLOAT32]
     assert main([str(arg) for arg in argv]) == 0, "nothing else finds it"
     shutil.rmtree(tmp_path / "bundle")
