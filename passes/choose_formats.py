@@ -36,6 +36,8 @@ from qwen4exp_trt.runtime.specs import Source, TensorSpec, WeightRecipe, WeightS
 from qwen4exp_trt.runtime.weight_formats import PACKED_FP4, Part, WeightFormat, part_name
 from qwen4exp_trt.runtime.weights import dtype_from_name, name_from_dtype, transform
 
+_Make = Callable[[WeightRecipe], WeightRecipe]
+
 Formats = Mapping[str, WeightFormat]
 """Canonical name of a weight -> its format; FLOAT where it is absent."""
 
@@ -96,7 +98,7 @@ class _Weights:
         part: Part,
         shape: Sequence[int],
         dtype: torch.dtype,
-        make: Callable[[WeightRecipe], WeightRecipe] = lambda part: part,
+        make: _Make = lambda recipe: recipe,
     ) -> fx.Node:
         name = self.names[weight]
         mode = detect_fake_mode(weight.meta["val"])
@@ -160,10 +162,7 @@ def _choose_moe(weights: _Weights, node: fx.Node) -> int:
     op = _MOE_OPS.get((routed_format, shared_format))
     if op is None:
         raise PassError(f"{node.name}: no op has {routed_format} routed experts and a {shared_format} shared expert")
-    if op == "fp8_routed_moe":
-        new = _fp8_experts(weights, *routed)
-    else:
-        new = _nvfp4_experts(weights, *routed)
+    new = (_fp8_experts if op == "fp8_routed_moe" else _nvfp4_experts)(weights, *routed)
     if op == "nvfp4_moe":
         new |= _nvfp4_shared_expert(weights, node, *shared)
     spec = all_specs()[op]

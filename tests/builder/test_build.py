@@ -22,6 +22,7 @@ from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.compile import CompiledProgram
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.passes.base import graph_pass
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE, Manifest

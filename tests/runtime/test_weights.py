@@ -115,9 +115,7 @@ def test_a_weight_that_is_not_as_expected_is_named(spec: WeightSpec, message: st
 
 
 def test_an_unknown_transform_is_refused() -> None:
-    with pytest.raises(
-        CheckpointError, match=r"the unknown transform 'quantize'; known: \['add', 'cast', 'check_block_scales'"
-    ):
+    with pytest.raises(CheckpointError, match=r"the unknown transform 'quantize'; known: \['add', 'cast', "):
         materialize(Transform("quantize", (Source("a"),)), SOURCE)
 
 
