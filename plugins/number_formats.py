@@ -60,6 +60,16 @@ def float_from_e4m3(x: Tensor) -> Tensor:
     return _E4M3_VALUES.to(x.device).index_select(0, x.view(torch.uint8).flatten().int()).view(x.shape)
 
 
+def scales_of_rows(scales: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """The scale of each of ``rows`` (ids, any shape) of a table whose equal groups of rows have ``scales`` ``[S]``.
+
+    Raises PluginError where the ``num_rows`` of the table are not a multiple of S.
+    """
+    if num_rows % len(scales):
+        raise PluginError(f"a table of {num_rows} rows has {len(scales)} scales, which must divide its number of rows")
+    return scales[rows // (num_rows // len(scales))]
+
+
 # --- NVFP4 ----------------------------------------------------------------------------------------------------------
 
 
