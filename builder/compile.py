@@ -20,6 +20,16 @@ Stage = Callable[[str], None]
 
 
 @dataclass(frozen=True)
+class ExportOptions:
+    """What of a build's options the trace depends on."""
+
+    activation_dtype: str
+    kv_cache_dtype: str
+    """The activation dtype or ``float8_e4m3fn``."""
+    block_size: int
+
+
+@dataclass(frozen=True)
 class CompiledProgram:
     """The program after all passes, its ONNX form, and what the passes did."""
 
@@ -30,15 +40,14 @@ class CompiledProgram:
 
 def compile_program(
     config: ModelConfig,
-    precision: str,
-    block_size: int,
-    stage: Stage,
+    options: ExportOptions,
     quantization: Quantization,
+    stage: Stage = lambda name: None,
     verifier: Verifier | None = None,
 ) -> CompiledProgram:
     """Trace, transform and lower. ``verifier`` executes the program before and after each pass."""
     stage("export")
-    program = export_program(config, precision, block_size)
+    program = export_program(config, options.activation_dtype, options.block_size, options.kv_cache_dtype)
     stage("passes")
     program, results = PassManager(make_pipeline(quantization), verifier).run(program)
     stage("lower")

@@ -131,8 +131,18 @@ class ConvertedFolder:
         """Those whose files are not there yet."""
         return [conversion for conversion in conversions if not (self.path / conversion.file).is_file()]
 
-    def check_space(self, missing: Sequence[Conversion]) -> int:
-        """The bytes that ``missing`` will take; `BuildError` if the disk has fewer."""
+    def open(self, conversions: Sequence[Conversion]) -> Checkpoint:
+        """The tensors of the files, which must be there; `BuildError` for a file that holds something else."""
+        opened = Checkpoint.open_files(self.path, sorted({conversion.file for conversion in conversions}))
+        for conversion in conversions:
+            expected = conversion.shape_of(Part.CODES)
+            name = conversion.tensor_name(Part.CODES)
+            if name not in opened or opened.shape(name) != expected:
+                raise BuildError(f"{self.path / conversion.file}: damaged; remove it and build again")
+        return opened
+
+    def check_space(self, missing: Sequence[Conversion]) -> tuple[int, int]:
+        """The bytes that ``missing`` will take and those that are free; `BuildError` if these are fewer."""
         needed = sum(conversion.num_bytes for conversion in missing)
         existing = next(folder for folder in (self.path, *self.path.resolve().parents) if folder.is_dir())
         free = shutil.disk_usage(existing).free
@@ -141,7 +151,7 @@ class ConvertedFolder:
                 f"{self.path}: the converted weights need {needed / 2**30:,.1f} GiB more, and the disk has "
                 f"{free / 2**30:,.1f} GiB; choose a folder on another disk with --weights-dir"
             )
-        return needed
+        return needed, free
 
     def convert(self, missing: Sequence[Conversion], source: TensorSource, progress: Progress) -> None:
         """Make the files of ``missing`` one after another; what is there when it is interrupted stays."""

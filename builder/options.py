@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from qwen4exp_trt.builder.compile import ExportOptions
+from qwen4exp_trt.builder.plan import PleResidency
 from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.limits import EngineLimits
 
 ACTIVATION_DTYPES = ("bfloat16", "float32")
-KV_CACHE_DTYPES = {"auto": None, "fp8": "float8_e4m3fn"}
-"""Choice -> dtype; None for that of the activations."""
+KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn"}
+"""Choice -> dtype; ``auto`` is that of the activations."""
+PLE_RESIDENCIES = tuple(PleResidency)
 W4A4 = "nvfp4-w4a4"
 DEFAULT_TARGET = "sm121"
 DEFAULT_WEIGHTS_DIR = "converted-weights"
@@ -37,7 +40,8 @@ class PlanOptions:
     keep: tuple[str, ...] = ()
     """Shell patterns of canonical names of weights that stay as the checkpoint has them."""
     activation_dtype: str = "bfloat16"
-    kv_cache: str = "auto"
+    kv_cache_dtype: str = "auto"
+    ple_residency: str = PleResidency.DEVICE
     max_batch_size: int = 8
     max_seq_len: int | None = None
     """None for the model's own limit."""
@@ -55,8 +59,8 @@ class PlanOptions:
         return self.ple or ("bf16" if self.precision == "bf16" else "checkpoint")
 
     @property
-    def kv_cache_dtype(self) -> str:
-        return KV_CACHE_DTYPES[self.kv_cache] or self.activation_dtype
+    def export(self) -> ExportOptions:
+        return ExportOptions(self.activation_dtype, KV_CACHE_DTYPES[self.kv_cache_dtype], self.block_size)
 
     @property
     def engine_target(self) -> str:
@@ -94,7 +98,8 @@ class PlanOptions:
             ("--precision", self.precision, PRECISIONS),
             ("--ple", self.ple_precision, PLE_PRECISIONS),
             ("--activation-dtype", self.activation_dtype, ACTIVATION_DTYPES),
-            ("--kv-cache", self.kv_cache, tuple(KV_CACHE_DTYPES)),
+            ("--kv-cache-dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES)),
+            ("--ple-residency", self.ple_residency, PLE_RESIDENCIES),
         ):
             if value not in choices:
                 raise BuildError(f"{option} is {value!r}; it must be one of {', '.join(choices)}")
@@ -123,8 +128,15 @@ class BuildOptions(PlanOptions):
 
     def check(self) -> None:
         super().check()
+        if self.ple_residency != PleResidency.DEVICE:
+            raise BuildError(
+                f"--ple-residency {self.ple_residency} is for --plan: the runtime of this version keeps the n-gram table "
+                "on the device"
+            )
         if self.verify and self.config_only:
             raise BuildError("--verify executes the program with its weights, which --config-only does not read")
+        if self.precision == W4A4 and self.config_only:
+            raise BuildError(f"--precision {W4A4} runs the model on a text, for which --config-only has no weights")
         if (self.calibration is not None) != (self.precision == W4A4):
             found = "is missing" if self.calibration is None else f"is given with --precision {self.precision}"
             raise BuildError(
