@@ -13,11 +13,12 @@ from types import ModuleType
 
 import onnx
 
+from qwen4exp_trt.builder.activations import estimate_activations
 from qwen4exp_trt.builder.bundle import check_output, hash_files, staged_folder
 from qwen4exp_trt.builder.compile import CompiledProgram, Stage, compile_program
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
 from qwen4exp_trt.builder.options import DEFAULT_TARGET, BuildOptions, PlanOptions
-from qwen4exp_trt.builder.plan import Plan, make_plan
+from qwen4exp_trt.builder.plan import ActivationMemory, Plan, PlanRequest, make_plan
 from qwen4exp_trt.builder.profiles import Profile, optimization_profiles
 from qwen4exp_trt.builder.text_files import TextFiles
 from qwen4exp_trt.builder.verify import check_memory, make_verifier, verify_onnx
@@ -63,7 +64,18 @@ def plan_bundle(options: PlanOptions, config: ModelConfig) -> Plan:
     target = options.engine_target if options.has_engine else None
     if target is not None and not re.fullmatch(r"sm\d{2,3}", target):
         raise BuildError(f"--target is {target!r}; it must be a GPU architecture such as {DEFAULT_TARGET}")
-    return make_plan(config, options.limits_for(config), options.precision, target)
+    limits = options.limits_for(config)
+    request = PlanRequest(
+        config=config,
+        limits=limits,
+        target=target,
+        precision=options.precision,
+        ple=options.precision,
+        choose_formats=lambda precision, ple: {},
+        activations=ActivationMemory(estimate_activations(config, options.precision, limits), is_estimate=True),
+        activation_dtype=options.precision,
+    )
+    return make_plan(request)
 
 
 def build_bundle(
