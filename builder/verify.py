@@ -14,8 +14,8 @@ from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import ResolvedWeights, expected_weights
 from qwen4exp_trt.passes.verification import Verifier, batch_samples, initial_states, relative_error
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.materialize import materialize, materialize_weight
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.weights import materialize, materialize_weight
 
 ONNX_TOLERANCE = 1e-5
 """Relative RMS bound in either precision: every ONNX op rounds where the program's op does."""

@@ -13,9 +13,11 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, CheckpointRef, Manifest
+from qwen4exp_trt.runtime.materialize import Progress, load_weights
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
-from qwen4exp_trt.runtime.weights import dtype_from_name, materialize_weight
+from qwen4exp_trt.runtime.tensor_reader import TensorReader
+from qwen4exp_trt.runtime.weights import dtype_from_name
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +35,41 @@ class Backend(Protocol):
 class EagerBackend:
     """The bundle's program itself, op by op in torch. Runs on the CPU in this version."""
 
-    def __init__(self, folder: Path, manifest: Manifest, checkpoint: Path | None, num_blocks: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        checkpoint: Path | None,
+        num_blocks: int,
+        progress: Progress | None = None,
+    ) -> None:
         self.program = load_program(folder / PROGRAM_DIR)
         source = open_checkpoint(folder, manifest.checkpoint, checkpoint)
-        logger.info("loading %d weights from %s", len(self.program.weights), source.path)
-        self.weights = {spec.name: materialize_weight(spec, source.tensor) for spec in self.program.weights}
+        # First, so that a lack of memory shows before weights are read for minutes.
         self.states = allocate_states(self.program.states, num_blocks, manifest.limits.num_slots)
+        logger.info("loading %d weights from %s", len(self.program.weights), source.path)
+        with TensorReader(source) as reader:
+            self.weights = load_weights(self.program.weights, reader, progress=progress)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self.program.run(inputs, self.states, self.weights)["logits"].float()
 
 
 def make_backend(
-    name: str, device: str, folder: Path, manifest: Manifest, checkpoint: Path | None, num_blocks: int
+    name: str,
+    device: str,
+    folder: Path,
+    manifest: Manifest,
+    checkpoint: Path | None,
+    num_blocks: int,
+    progress: Progress | None = None,
 ) -> Backend:
-    """The backend called ``name``; `BundleError` for one that this version lacks."""
+    """The backend called ``name``, loaded; `BundleError` for one that this version lacks."""
     if name not in BACKENDS:
         raise BundleError(f"backend {name!r} cannot execute in this version; available: {', '.join(BACKENDS)}")
     if device != "cpu":
         raise BundleError(f"device {device!r}: the ops have no kernels for it in this version; use device 'cpu'")
-    return EagerBackend(folder, manifest, checkpoint, num_blocks)
+    return EagerBackend(folder, manifest, checkpoint, num_blocks, progress)
 
 
 def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | None) -> Checkpoint:

@@ -19,8 +19,8 @@ from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import batch_samples, initial_states, random_source
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.weights import materialize_weight
 
 BLOCK_SIZE = 16
 LINEAR, FULL = "linear_attention", "full_attention"

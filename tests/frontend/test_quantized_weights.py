@@ -25,8 +25,9 @@ from qwen4exp_trt.errors import CheckpointError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights, resolve_weights
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.materialize import materialize
 from qwen4exp_trt.runtime.specs import recipe_from_json, recipe_to_json
-from qwen4exp_trt.runtime.weights import materialize, sources_of, transform
+from qwen4exp_trt.runtime.weights import sources_of, transform
 
 EXPERT = "layers.2.mlp.experts.7.up_proj"
 TABLE_OF_LAYER = f"layers.1.{TABLE}"

@@ -14,8 +14,8 @@ from qwen4exp_trt.errors import CheckpointError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights, resolve_weights
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.materialize import materialize
 from qwen4exp_trt.runtime.specs import recipe_from_json, recipe_to_json
-from qwen4exp_trt.runtime.weights import materialize
 
 CONFIG = ModelConfig.from_dict(tiny_config_dict(), "config.json")
 TABLE = "layers.1.ple.ple_embedding.ngram_embedding"

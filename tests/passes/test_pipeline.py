@@ -23,10 +23,10 @@ from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.facts import find_violation
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import Verifier, batch_samples, initial_states, random_source, relative_error
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, is_getitem
 from qwen4exp_trt.runtime.program_text import op_name
 from qwen4exp_trt.runtime.specs import extent_of
-from qwen4exp_trt.runtime.weights import materialize_weight
 
 BLOCK_SIZE = 16
 NO_INDEXER: dict[str, Any] = dict.fromkeys(

@@ -19,6 +19,7 @@ from qwen4exp_trt.frontend.modules import Q4E, Linear, Weight
 from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import batch_samples, random_source, run_sample
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, path_from_identifier
 from qwen4exp_trt.runtime.program_text import (
     ATEN_OPS,
@@ -29,7 +30,6 @@ from qwen4exp_trt.runtime.program_text import (
     op_name,
     save_program,
 )
-from qwen4exp_trt.runtime.weights import materialize_weight
 
 
 class Block(nn.Module):

@@ -12,16 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qwen4exp_trt.errors import BundleError, CheckpointError
 from qwen4exp_trt.plugins import number_formats
 from qwen4exp_trt.runtime import weights as weights_module
+from qwen4exp_trt.runtime.materialize import materialize, materialize_weight
 from qwen4exp_trt.runtime.specs import Literal, Source, TensorSpec, Transform, WeightRecipe, WeightSpec
-from qwen4exp_trt.runtime.weights import (
-    TRANSFORMS,
-    dtype_from_name,
-    map_sources,
-    materialize,
-    materialize_weight,
-    sources_of,
-    transform,
-)
+from qwen4exp_trt.runtime.weights import TRANSFORMS, dtype_from_name, map_sources, sources_of, transform
 
 A = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 B = A + 10
