@@ -9,20 +9,29 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from qwen4exp_trt.builder.build import BuildReport, build_bundle, plan_bundle
+from qwen4exp_trt.builder.build import BuildReport, build_bundle
 from qwen4exp_trt.builder.options import (
+    ACTIVATION_DTYPES,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_PREFILL_CHUNK,
     DEFAULT_TARGET,
-    PRECISIONS,
+    DEFAULT_WEIGHTS_DIR,
+    KV_CACHE_DTYPES,
+    PLE_RESIDENCIES,
+    W4A4,
     BuildOptions,
     PlanOptions,
 )
-from qwen4exp_trt.builder.plan import Plan
-from qwen4exp_trt.builder.plan_report import describe_misfit, describe_total, format_plan
+from qwen4exp_trt.builder.plan import Plan, PleResidency
+from qwen4exp_trt.builder.plan_report import describe_misfit, describe_total, format_plan, size
+from qwen4exp_trt.builder.planning import plan_bundle, read_stored_weights, weight_plan_for
+from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS
+from qwen4exp_trt.builder.reporter import Reporter
+from qwen4exp_trt.builder.weight_table import WeightTableRow, format_weight_table, weight_table
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.progress_line import ProgressLine
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND
 
 PROG = "qwen4exp-build"
@@ -150,10 +159,14 @@ class _Printer(Reporter):
     def show_conversion(self, folder: str, num_files: int, num_there: int, num_bytes: int, free_bytes: int) -> None:
         self.finish()
         room = f", {size(num_bytes)} to write, {size(free_bytes)} free" if num_there < num_files else ""
-        print(f"{'converted weights':<{_NAME_WIDTH}}  {num_there} of {num_files} files are in {folder}{room}", flush=True)
+        print(
+            f"{'converted weights':<{_NAME_WIDTH}}  {num_there} of {num_files} files are in {folder}{room}", flush=True
+        )
 
     def progress(self, done: int, total: int) -> None:
-        ...
+        if self._line is None:
+            self._line = ProgressLine(lambda done, total: f"{done / total:.0%}", quiet_seconds=2.0)
+        self._line.show(done, total)
 
 
 def format_report(report: BuildReport, output: Path, seconds: float) -> str:

@@ -23,11 +23,13 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import BuildError, CheckpointError, PluginError
 from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight
-from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK, nvfp4_scale, quantize_nvfp4
+from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK, finite_amax, nvfp4_scale, quantize_nvfp4
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.materialize import read_rows
 from qwen4exp_trt.runtime.specs import Source, WeightRecipe, recipe_to_json
+from qwen4exp_trt.runtime.tensor_source import TensorSource
 from qwen4exp_trt.runtime.weight_formats import PACKED_FP4, Part, part_name
-from qwen4exp_trt.runtime.weights import TensorSource, read_rows, sources_of, transform
+from qwen4exp_trt.runtime.weights import sources_of, transform
 
 _CONVERTER = "nvfp4-1"
 """Changes whenever the same weight would become other bytes."""
@@ -133,12 +135,14 @@ class ConvertedFolder:
 
     def open(self, conversions: Sequence[Conversion]) -> Checkpoint:
         """The tensors of the files, which must be there; `BuildError` for a file that holds something else."""
-        opened = Checkpoint.open_files(self.path, sorted({conversion.file for conversion in conversions}))
+        try:
+            opened = Checkpoint.open_files(self.path, {conversion.file for conversion in conversions})
+        except CheckpointError as error:
+            raise BuildError(f"converted weights: {error}; remove what is damaged and build again") from error
         for conversion in conversions:
-            expected = conversion.shape_of(Part.CODES)
-            name = conversion.tensor_name(Part.CODES)
-            if name not in opened or opened.shape(name) != expected:
-                raise BuildError(f"{self.path / conversion.file}: damaged; remove it and build again")
+            missing = [name for name in map(conversion.tensor_name, Part) if name not in opened]
+            if missing:
+                raise BuildError(f"{self.path / conversion.file}: holds no {missing[0]}; remove it and build again")
         return opened
 
     def check_space(self, missing: Sequence[Conversion]) -> tuple[int, int]:
@@ -226,8 +230,8 @@ def quantize_weight(
             scales = torch.empty(rows[0], conversion.num_scales)
             _run_pieces(quantize_experts, pieces, conversion.shape, progress)
         else:
-            amax = _run_pieces(lambda start, stop: read(start, stop).abs().amax(), pieces, conversion.shape)
-            scales = nvfp4_scale(torch.stack(amax).amax()).reshape(1)
+            amax = _run_pieces(lambda start, stop: finite_amax(read(start, stop)), pieces, conversion.shape)
+            scales = nvfp4_scale(max(amax)).reshape(1)
             _run_pieces(quantize_matrix_rows, pieces, conversion.shape, progress)
     except PluginError as error:
         raise CheckpointError(f"{conversion.weight}: {error}") from error

@@ -59,6 +59,12 @@ class PlanOptions:
         return self.ple or ("bf16" if self.precision == "bf16" else "checkpoint")
 
     @property
+    def kv_dtype(self) -> str:
+        """The dtype of the KV cache."""
+        dtype = KV_CACHE_DTYPES[self.kv_cache_dtype]
+        return self.activation_dtype if dtype == "auto" else dtype
+
+    @property
     def export(self) -> ExportOptions:
         return ExportOptions(self.activation_dtype, KV_CACHE_DTYPES[self.kv_cache_dtype], self.block_size)
 

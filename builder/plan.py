@@ -71,8 +71,8 @@ class PlanRequest:
     """Is asked for the formats of ``precision`` and ``ple``, and when something has to become smaller, of others."""
     activations: ActivationMemory
     activation_dtype: str = "bfloat16"
-    kv_cache_dtype: str | None = None
-    """None for the activation dtype."""
+    kv_cache_dtype: str = "auto"
+    """``auto`` for the activation dtype."""
     ple_residency: PleResidency = PleResidency.DEVICE
 
     @property
@@ -88,11 +88,7 @@ class PlanRequest:
         return self.ple_residency is PleResidency.DEVICE
 
     def state_specs(self) -> tuple[StateSpec, ...]:
-        specs = state_specs(self.config, self.activation_dtype, self.limits.block_size)
-        kv_cache_dtype = self.kv_cache_dtype or self.activation_dtype
-        return tuple(
-            replace(spec, dtype=kv_cache_dtype) if spec.kind is StateKind.KV_CACHE else spec for spec in specs
-        )
+        return state_specs(self.config, self.activation_dtype, self.limits.block_size, self.kv_cache_dtype)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def plan_bundle(options: PlanOptions, config: ModelConfig, stored: StoredWeights
         choose_formats=choose_formats,
         activations=activations,
         activation_dtype=options.activation_dtype,
-        kv_cache_dtype=options.kv_cache_dtype,
+        kv_cache_dtype=options.export.kv_cache_dtype,
         ple_residency=PleResidency(options.ple_residency),
     )
     return make_plan(request)
