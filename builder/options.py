@@ -136,8 +136,8 @@ class BuildOptions(PlanOptions):
         super().check()
         if self.ple_residency != PleResidency.DEVICE:
             raise BuildError(
-                f"--ple-residency {self.ple_residency} is for --plan: the runtime of this version keeps the n-gram table "
-                "on the device"
+                f"--ple-residency {self.ple_residency} is for --plan: the runtime of this version keeps the n-gram "
+                "table on the device"
             )
         if self.verify and self.config_only:
             raise BuildError("--verify executes the program with its weights, which --config-only does not read")
