@@ -90,9 +90,7 @@ class PlanRequest:
     def state_specs(self) -> tuple[StateSpec, ...]:
         specs = state_specs(self.config, self.activation_dtype, self.limits.block_size)
         kv_cache_dtype = self.kv_cache_dtype or self.activation_dtype
-        return tuple(
-            replace(spec, dtype=kv_cache_dtype) if spec.kind is StateKind.KV_CACHE else spec for spec in specs
-        )
+        return tuple(replace(spec, dtype=kv_cache_dtype) if spec.kind is StateKind.KV_CACHE else spec for spec in specs)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,5 @@ def plan_request(
     )
 
 
-def released_plan(
-    formats: Formats, batch: int = 1, max_seq_len: int = 2051, kv_cache_dtype: str | None = None
-) -> Plan:
+def released_plan(formats: Formats, batch: int = 1, max_seq_len: int = 2051, kv_cache_dtype: str | None = None) -> Plan:
     return make_plan(plan_request(formats, batch, max_seq_len, kv_cache_dtype))
