@@ -18,7 +18,7 @@ from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.patterns import mutates
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program import Program, is_getitem
 
@@ -31,7 +31,7 @@ def estimate_activations(config: ModelConfig, dtype: str, limits: EngineLimits) 
     its operands is not in it.
     """
     program = export_program(one_layer_of_each_kind(config), dtype, limits.block_size)
-    program, _ = PassManager(PIPELINE).run(program)
+    program, _ = PassManager(make_pipeline(Quantization())).run(program)
     profiles = profile_dims(limits).values()
     return max(peak_bytes(program, {name: extent.max for name, extent in dims.items()}) for dims in profiles)
 

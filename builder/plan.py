@@ -71,8 +71,8 @@ class PlanRequest:
     """Is asked for the formats of ``precision`` and ``ple``, and when something has to become smaller, of others."""
     activations: ActivationMemory
     activation_dtype: str = "bfloat16"
-    kv_cache_dtype: str | None = None
-    """None for the activation dtype."""
+    kv_cache_dtype: str = "auto"
+    """``auto`` for the activation dtype."""
     ple_residency: PleResidency = PleResidency.DEVICE
 
     @property
@@ -87,10 +87,13 @@ class PlanRequest:
             return self.device is None or self.device.is_unified
         return self.ple_residency is PleResidency.DEVICE
 
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the KV cache."""
+        return self.activation_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
     def state_specs(self) -> tuple[StateSpec, ...]:
-        specs = state_specs(self.config, self.activation_dtype, self.limits.block_size)
-        kv_cache_dtype = self.kv_cache_dtype or self.activation_dtype
-        return tuple(replace(spec, dtype=kv_cache_dtype) if spec.kind is StateKind.KV_CACHE else spec for spec in specs)
+        return state_specs(self.config, self.activation_dtype, self.limits.block_size, self.kv_cache_dtype)
 
 
 @dataclass(frozen=True)

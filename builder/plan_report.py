@@ -43,7 +43,7 @@ def _head(plan: Plan) -> Iterator[str]:
     name = target if plan.device is None else f"{target} ({plan.device.name})"
     batch = request.limits.max_batch_size
     limits = f"{batch} sequence{'s' * (batch > 1)} of {request.limits.max_seq_len:,} tokens"
-    dtypes = f"activations {request.activation_dtype}, KV cache {request.kv_cache_dtype or request.activation_dtype}"
+    dtypes = f"activations {request.activation_dtype}, KV cache {request.kv_dtype}"
     table = f"n-gram table {request.ple} on {request.ple_residency}, " if plan.ngram_table_bytes else ""
     yield _row("plan", f"{name}, {limits}")
     yield _row("options", f"precision {request.precision}, {table}{dtypes}")

@@ -7,13 +7,18 @@ from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES, NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
 
 
-def state_specs(config: ModelConfig, dtype: str, block_size: int) -> tuple[StateSpec, ...]:
+def state_specs(
+    config: ModelConfig, dtype: str, block_size: int, kv_cache_dtype: str = "auto"
+) -> tuple[StateSpec, ...]:
     """Every state of the model in layer order.
 
-    ``dtype`` is the activation dtype (``bfloat16`` or ``float32``); ``block_size`` counts the tokens of a page of the
-    KV cache and must be a multiple of ``indexer_compress_ratio``. The rings of raw index keys keep the open group even
-    when ``DRAFT_ROWS`` tokens behind it are taken back.
+    ``dtype`` is the activation dtype (``bfloat16`` or ``float32``), and so is ``kv_cache_dtype`` when it is ``auto``;
+    else it is ``float8_e4m3fn``. ``block_size`` counts the tokens of a page of the KV cache and must be a multiple of
+    ``indexer_compress_ratio``. The rings of raw index keys keep the open group even when ``DRAFT_ROWS`` tokens behind it
+    are taken back.
     """
+    assert kv_cache_dtype in ("auto", "float8_e4m3fn"), kv_cache_dtype
+    kv_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     states: list[StateSpec] = []
     for layer in range(config.num_hidden_layers):
         if layer in config.ple_layers:
@@ -21,7 +26,7 @@ def state_specs(config: ModelConfig, dtype: str, block_size: int) -> tuple[State
         if config.is_linear(layer):
             states += _linear_attention_states(config, layer, dtype)
         else:
-            states += _full_attention_states(config, layer, dtype, block_size)
+            states += _full_attention_states(config, layer, dtype, kv_dtype, block_size)
     return tuple(states)
 
 
@@ -44,9 +49,11 @@ def _linear_attention_states(config: ModelConfig, layer: int, dtype: str) -> lis
     ]
 
 
-def _full_attention_states(config: ModelConfig, layer: int, dtype: str, block_size: int) -> list[StateSpec]:
+def _full_attention_states(
+    config: ModelConfig, layer: int, dtype: str, kv_dtype: str, block_size: int
+) -> list[StateSpec]:
     kv_shape = (NUM_BLOCKS, 2, block_size, config.num_key_value_heads, config.head_dim)
-    states = [_state("self_attn", layer, StateKind.KV_CACHE, kv_shape, dtype)]
+    states = [_state("self_attn", layer, StateKind.KV_CACHE, kv_shape, kv_dtype)]
     if config.indexer_compress_ratio is not None and config.indexer_head_dim is not None:
         ratio, head_dim = config.indexer_compress_ratio, config.indexer_head_dim
         ring_rows = ratio - 1 + DRAFT_ROWS
