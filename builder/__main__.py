@@ -124,6 +124,7 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
     values: dict[str, Any] = vars(parser.parse_args(argv))
     values["keep"] = tuple(values["keep"])
     if values.pop("plan"):
+        values["config_only"] |= values["checkpoint"].is_file()
         return PlanOptions(**{field.name: values[field.name] for field in fields(PlanOptions)})
     if values["output"] is None:
         parser.error("the following arguments are required: -o/--output")

@@ -11,10 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import onnx
-from qwen4exp_trt.builder.calibrate import CalibrationText, calibrate
-from qwen4exp_trt.runtime.calibration import Calibration
 
 from qwen4exp_trt.builder.bundle import check_output, hash_files, staged_folder
+from qwen4exp_trt.builder.calibrate import CalibrationText, calibrate
 from qwen4exp_trt.builder.compile import CompiledProgram, compile_program
 from qwen4exp_trt.builder.convert import ConvertedFolder
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
@@ -33,6 +32,7 @@ from qwen4exp_trt.frontend.weights import resolve_weights
 from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.passes.verification import Verifier
 from qwen4exp_trt.plugins.registry import op_versions
+from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE, PROGRAM_DIR, CheckpointRef, Manifest

@@ -21,6 +21,7 @@ ATEN: Any = torch.ops.aten
 WEIGHT_TRANSFORMS: dict[Any, Callable[..., WeightRecipe]] = {
     ATEN.to.dtype: lambda x, dtype: transform("cast", x, dtype=name_from_dtype(dtype)),
     ATEN.add.Tensor: lambda x, value: transform("add", x, value=value),
+    ATEN.mul.Tensor: lambda x, value: transform("mul", x, value=value),
     ATEN.cat.default: lambda parts, dim=0: transform("concat", *parts, dim=dim),
     ATEN.view.default: lambda x, shape: transform("reshape", x, shape=tuple(shape)),
 }

@@ -145,6 +145,27 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> tuple[
     return packed.reshape(*rows, -1), scales.reshape(*rows, -1), global_scale
 
 
+def quantize_nvfp4_activations(x: Tensor, input_scale: float) -> tuple[Tensor, Tensor]:
+    """Activations ``[..., K]`` -> (packed uint8 ``[..., K/2]``, ``float8_e4m3fn`` block scales ``[..., K/16]``).
+
+    What TensorRT's dynamic quantization computes, in float32: the block scale is e4m3(amax / (6 * input_scale)), the
+    code is the E2M1 number nearest to x / (block scale * input_scale), ties to even. A value beyond the range of
+    ``input_scale``, 6 * 448 times it, saturates. A block whose scale rounds to zero becomes zeros, and one with a NaN
+    gets a NaN for its scale. Raises PluginError for a scale that is not positive and finite in float32, and for a K
+    that is not a multiple of 16.
+    """
+    scale = torch.tensor(input_scale, dtype=torch.float32, device=x.device)
+    if not (torch.isfinite(scale) and scale > 0):
+        raise PluginError(f"the input scale is {input_scale!r}; it must be positive and finite")
+    if x.shape[-1] % NVFP4_BLOCK:
+        raise PluginError(f"NVFP4 needs a multiple of {NVFP4_BLOCK} elements a row, got shape {list(x.shape)}")
+    blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
+    block_scales = e4m3_from_float(blocks.abs().amax(-1) / (E2M1_MAX * scale))
+    divisor = (block_scales.float() * scale).unsqueeze(-1)
+    quotient = torch.where(divisor > 0, blocks / divisor, torch.zeros_like(blocks))
+    return pack_e2m1(_codes(quotient).flatten(-2)), block_scales
+
+
 def _best_block_scales(blocks: Tensor, global_scale: Tensor) -> Tensor:
     """The E4M3 scale of least squared error of each row of float32 ``[B, 16]``."""
     magnitudes = blocks.T.abs().contiguous()  # a block is a column, so that sums over blocks add whole rows

@@ -51,6 +51,7 @@ def name_from_dtype(dtype: torch.dtype) -> str:
 TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "cast": lambda inputs, dtype: inputs[0].to(dtype_from_name(dtype)),
     "add": lambda inputs, value: inputs[0] + value,
+    "mul": lambda inputs, value: inputs[0] * value,
     "concat": lambda inputs, dim: torch.cat(inputs, dim),
     "stack": lambda inputs: torch.stack(inputs),
     "reshape": lambda inputs, shape: inputs[0].reshape(shape),

@@ -20,7 +20,9 @@ from qwen4exp_trt.builder.plan_report import format_plan
 
 
 def plan_rows(out: str) -> dict[str, str]:
-    return {line[:22].strip(): line[22:].strip() for line in out.splitlines()}
+    """The rows of the plan, which ends before the first empty line."""
+    plan, _, _ = out.partition("\n\n")
+    return {line[:22].strip(): line[22:].strip() for line in plan.splitlines()}
 
 
 def test_options_and_formats() -> None:
@@ -58,14 +60,14 @@ def test_activation_memory_is_that_of_one_profile() -> None:
 def test_plan_that_does_not_fit(tmp_path: Path, capsys: Capture) -> None:
     assert main([str(RELEASED_CONFIG), "--plan", "-o", str(tmp_path / "bundle")]) == 2
     out, err = capsys.readouterr()
-    assert err.startswith("qwen4exp-build: error: precision bfloat16 needs ") and err.count("\n") == 1
+    assert err.startswith("qwen4exp-build: error: precision checkpoint needs ") and err.count("\n") == 1
     rows = plan_rows(out)
     assert rows["plan"] == "sm121 (GB10), 8 sequences of 262,144 tokens"
     assert rows["routed experts"].split() == ["225.00", "GiB", "4.72", "GB", "bfloat16"]
     assert rows["kv_cache"].split() == ["6.00", "GiB", "50.41", "MB"]
     assert re.match(r"\d{3}\.\d\d MiB +an estimate", rows["activations"])
     assert re.match(r"at most 16\.9 tokens/s: 13\.83 GB for a token of one sequence at 262,144 tokens", rows["decode"])
-    assert out.rstrip().endswith("over the 233 GB/s that others measured on a GB10")
+    assert rows["decode"].endswith("over the 233 GB/s that others measured on a GB10")
     assert not list(tmp_path.iterdir())
 
 
@@ -108,5 +110,5 @@ def test_a_build_that_does_not_fit_is_warned_of_and_carried_out(
     argv: list[Any] = [checkpoint, "-o", tmp_path / "bundle", "--max-seq-len", "64", "--block-size", "8"]
     assert main([str(arg) for arg in argv]) == 0
     out, err = capsys.readouterr()
-    assert err.startswith("qwen4exp-build: warning: precision bfloat16 needs 2.") and err.count("\n") == 1
+    assert err.startswith("qwen4exp-build: warning: precision checkpoint needs 2.") and err.count("\n") == 1
     assert "does not fit: 1.00 MiB usable\nstep" in out

@@ -32,6 +32,7 @@ def cast(recipe: WeightRecipe, dtype: str) -> Transform:
         (Source("a"), A),
         (cast(Source("a"), "bfloat16"), A.bfloat16()),
         (transform("add", cast(Source("half"), "float32"), value=1.0), TENSORS["half"].float() + 1),
+        (transform("mul", Source("a"), value=0.1), A * torch.tensor(0.1)),
         (transform("concat", Source("a"), Source("b"), dim=0), torch.cat([A, B])),
         (transform("concat", Source("a"), Source("b"), dim=-1), torch.cat([A, B], -1)),
         (transform("concat", Source("a"), Source("half"), dim=0), torch.cat([A, TENSORS["half"]])),
@@ -123,7 +124,7 @@ def test_recipes_are_made_of_known_transforms_only() -> None:
         transform("quantize", Source("a"))
     dequantize = {"dequantize_fp8", "dequantize_fp8_blocks", "dequantize_nvfp4"}
     views = {"reshape", "view", "expand", "check_block_scales"}
-    assert set(TRANSFORMS) == {"cast", "add", "concat", "stack", *views, *dequantize}
+    assert set(TRANSFORMS) == {"cast", "add", "mul", "concat", "stack", *views, *dequantize}
 
 
 def test_a_weight_is_contiguous() -> None:
