@@ -14,8 +14,8 @@ def state_specs(
 
     ``dtype`` is the activation dtype (``bfloat16`` or ``float32``), and so is ``kv_cache_dtype`` when it is ``auto``;
     else it is ``float8_e4m3fn``. ``block_size`` counts the tokens of a page of the KV cache and must be a multiple of
-    ``indexer_compress_ratio``. The rings of raw index keys keep the open group even when ``DRAFT_ROWS`` tokens behind it
-    are taken back.
+    ``indexer_compress_ratio``. The rings of raw index keys keep the open group even when ``DRAFT_ROWS`` tokens behind
+    it are taken back.
     """
     assert kv_cache_dtype in ("auto", "float8_e4m3fn"), kv_cache_dtype
     kv_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype

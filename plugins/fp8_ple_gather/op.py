@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.plugins.number_formats import float_from_e4m3, scales_of_rows
 from qwen4exp_trt.plugins.fp8_ple_gather.cases import CASES
 from qwen4exp_trt.plugins.fp8_ple_gather.reference import reference
+from qwen4exp_trt.plugins.number_formats import float_from_e4m3, scales_of_rows
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
 
