@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES, NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
 
 
 def state_specs(
@@ -71,3 +71,28 @@ def _state(
     module: str, layer: int, kind: StateKind, shape: tuple[int | str, ...], dtype: str, init: int = 0
 ) -> StateSpec:
     return StateSpec(f"layers.{layer}.{module}.{kind.value}", kind, layer, shape, dtype, init)
+
+
+def draft_row_bytes(spec: StateSpec) -> int:
+    """Bytes to keep of each row that verifies a draft, so that the state can follow however many rows are accepted.
+
+    The paged caches and the rings need none: what rejected rows wrote is overwritten by the rows at their positions.
+    """
+    width = spec.shape[-1]
+    assert isinstance(width, int)
+    row_bytes = width * DTYPE_BYTES[spec.dtype]
+    match spec.kind:
+        case StateKind.CONV_STATE:
+            # Its inputs, of which the state is the last ones, and its outputs, from which the recurrence is repeated.
+            return 2 * row_bytes
+        case StateKind.RECURRENT_STATE:
+            # g and beta of each head: repeating the recurrence needs these and q, k and v.
+            _, heads, _, _ = spec.shape
+            assert isinstance(heads, int)
+            return 2 * heads * DTYPE_BYTES["float32"]
+        case StateKind.PLE_CONV_STATE:
+            return row_bytes
+        case StateKind.NGRAM_IDS:
+            return DTYPE_BYTES[spec.dtype]
+        case _:
+            return 0

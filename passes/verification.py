@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import PassError
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, WeightSpec, extent_of
-from qwen4exp_trt.runtime.weights import TensorSource, dtype_from_name, materialize_weight, sources_of
+from qwen4exp_trt.runtime.tensor_source import TensorFunction
+from qwen4exp_trt.runtime.weights import dtype_from_name, sources_of
 
 _STALE = 7
 """What every element of a state is before the first step."""
@@ -29,7 +31,7 @@ class SampleSteps:
 class Verifier:
     """Compares programs on ``samples``, with weights made by their recipes from ``source``."""
 
-    def __init__(self, samples: Sequence[SampleSteps], source: TensorSource) -> None:
+    def __init__(self, samples: Sequence[SampleSteps], source: TensorFunction) -> None:
         self.samples, self.source = tuple(samples), source
 
     def compare(self, before: Program, after: Program, tolerance: float, name: str) -> float:
@@ -92,7 +94,7 @@ def initial_states(program: Program, sample: SampleSteps) -> dict[str, Tensor]:
     }
 
 
-def random_source(weights: Sequence[WeightSpec]) -> TensorSource:
+def random_source(weights: Sequence[WeightSpec]) -> TensorFunction:
     """Seeded random checkpoint tensors, each drawn from its name, for programs whose recipes are not folded yet."""
     shapes = {name: spec.tensor for spec in weights for name in sources_of(spec.recipe)}
 

@@ -101,9 +101,23 @@ def encode_nvfp4(weight: Tensor, block_scales: Tensor, global_scale: Tensor) -> 
     scale = block_scales.float() * global_scale.float().unsqueeze(-1)
     if not (torch.isfinite(scale) & (scale > 0)).all():
         raise PluginError("NVFP4 scales must be positive and finite, and so must block scale * global scale")
-    _amax(weight)
+    finite_amax(weight)
     codes = _codes(weight.float().unflatten(-1, (-1, NVFP4_BLOCK)) / scale.unsqueeze(-1))
     return pack_e2m1(codes.flatten(-2))
+
+
+def finite_amax(weight: Tensor) -> float:
+    """The largest magnitude; PluginError for NaN or infinity."""
+    amax = max(abs(bound.item()) for bound in torch.aminmax(weight)) if weight.numel() else 0.0
+    if not math.isfinite(amax):
+        raise PluginError("the weight holds NaN or infinity, which NVFP4 cannot; the checkpoint is damaged")
+    return amax
+
+
+def nvfp4_scale(amax: float) -> Tensor:
+    """The global scale, a float32 scalar, of a matrix whose largest magnitude is ``amax``: amax / (6 * 448)."""
+    smallest = torch.finfo(torch.float32).tiny
+    return torch.tensor(max(amax / (E2M1_MAX * E4M3_MAX), smallest) if amax else 1.0)
 
 
 def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,11 +130,9 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> tuple[
     """
     if weight.shape[-1] % NVFP4_BLOCK:
         raise PluginError(f"NVFP4 needs a multiple of {NVFP4_BLOCK} elements a row, got shape {list(weight.shape)}")
-    amax = _amax(weight)
+    amax = finite_amax(weight)
     if global_scale is None:
-        smallest = torch.finfo(torch.float32).tiny
-        value = max(amax / (E2M1_MAX * E4M3_MAX), smallest) if amax else 1.0
-        global_scale = torch.tensor(value, device=weight.device)
+        global_scale = nvfp4_scale(amax).to(weight.device)
     blocks = weight.reshape(-1, NVFP4_BLOCK)
     scales = torch.empty(len(blocks), dtype=torch.float8_e4m3fn, device=weight.device)
     packed = torch.empty(len(blocks), NVFP4_BLOCK // 2, dtype=torch.uint8, device=weight.device)
@@ -131,6 +143,27 @@ def quantize_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> tuple[
         packed[part] = encode_nvfp4(blocks[part], scales[part, None], global_scale)
     rows = weight.shape[:-1]
     return packed.reshape(*rows, -1), scales.reshape(*rows, -1), global_scale
+
+
+def quantize_nvfp4_activations(x: Tensor, input_scale: float) -> tuple[Tensor, Tensor]:
+    """Activations ``[..., K]`` -> (packed uint8 ``[..., K/2]``, ``float8_e4m3fn`` block scales ``[..., K/16]``).
+
+    What TensorRT's dynamic quantization computes, in float32: the block scale is e4m3(amax / (6 * input_scale)), the
+    code is the E2M1 number nearest to x / (block scale * input_scale), ties to even. A value beyond the range of
+    ``input_scale``, 6 * 448 times it, saturates. A block whose scale rounds to zero becomes zeros, and one with a NaN
+    gets a NaN for its scale. Raises PluginError for a scale that is not positive and finite in float32, and for a K
+    that is not a multiple of 16.
+    """
+    scale = torch.tensor(input_scale, dtype=torch.float32, device=x.device)
+    if not (torch.isfinite(scale) and scale > 0):
+        raise PluginError(f"the input scale is {input_scale!r}; it must be positive and finite")
+    if x.shape[-1] % NVFP4_BLOCK:
+        raise PluginError(f"NVFP4 needs a multiple of {NVFP4_BLOCK} elements a row, got shape {list(x.shape)}")
+    blocks = x.float().unflatten(-1, (-1, NVFP4_BLOCK))
+    block_scales = e4m3_from_float(blocks.abs().amax(-1) / (E2M1_MAX * scale))
+    divisor = (block_scales.float() * scale).unsqueeze(-1)
+    quotient = torch.where(divisor > 0, blocks / divisor, torch.zeros_like(blocks))
+    return pack_e2m1(_codes(quotient).flatten(-2)), block_scales
 
 
 def _best_block_scales(blocks: Tensor, global_scale: Tensor) -> Tensor:
@@ -169,14 +202,6 @@ def _codes(quotient: Tensor) -> Tensor:
     doubled = (_round_magnitudes(quotient.abs()) * 2).int()
     table = torch.tensor(_CODE_OF_DOUBLED, dtype=torch.uint8, device=quotient.device)
     return table.index_select(0, doubled.flatten()).view(doubled.shape) | ((quotient < 0).to(torch.uint8) << 3)
-
-
-def _amax(weight: Tensor) -> float:
-    """The largest magnitude; PluginError for NaN or infinity."""
-    amax = max(abs(bound.item()) for bound in torch.aminmax(weight)) if weight.numel() else 0.0
-    if not math.isfinite(amax):
-        raise PluginError("the weight holds NaN or infinity, which NVFP4 cannot; the checkpoint is damaged")
-    return amax
 
 
 def _check_nvfp4_shapes(size: int, rows: torch.Size, block_scales: Tensor) -> None:

@@ -32,6 +32,11 @@ def all_specs() -> dict[str, OpSpec]:
     return specs
 
 
+def plugin_specs() -> dict[str, OpSpec]:
+    """The ops by name that an engine calls as plugins."""
+    return {name: spec for name, spec in all_specs().items() if not spec.is_native}
+
+
 def op_versions() -> dict[str, int]:
     """The version of every op by name."""
     return {name: spec.version for name, spec in all_specs().items()}

@@ -82,6 +82,7 @@ class OpSpec:
 
     ``body`` is the CPU implementation and ``reference`` the slow float32 oracle; both take the operands and
     attributes by position in the order of ``inputs`` then ``attrs`` and return the outputs (one tensor or a tuple).
+    An ``is_native`` op is no plugin: the builder lowers it to ops that TensorRT has itself.
     ``tolerance`` maps an activation dtype to the bound on RMS(reference - got) / RMS(reference) of each output and
     state; integer outputs are always compared exactly.
     """
@@ -95,6 +96,7 @@ class OpSpec:
     reference: Callable[..., Any]
     cases: tuple[Case, ...]
     tolerance: Mapping[torch.dtype, float]
+    is_native: bool = False
 
     @property
     def qualified_name(self) -> str:

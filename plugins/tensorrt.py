@@ -1,4 +1,4 @@
-"""The TensorRT side of every op: plugin and creator derived from its `OpSpec`.
+"""The TensorRT side of every op that is a plugin: it and its creator derived from its `OpSpec`.
 
 The TensorRT module (``tensorrt`` or ``tensorrt_rtx``) is a value: nothing here imports it.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, TensorArg, dtypes_of
 
 _NOT_ALIASED = -1
@@ -252,8 +252,8 @@ def make_creators(trt: ModuleType, specs: Iterable[OpSpec]) -> list[Any]:
 
 @cache
 def register_creators(trt: ModuleType) -> tuple[Any, ...]:
-    """Register every op with TensorRT's plugin registry, once per module; returns the creators."""
-    creators = tuple(make_creators(trt, all_specs().values()))
+    """Register every plugin with TensorRT's plugin registry, once per module; returns the creators."""
+    creators = tuple(make_creators(trt, plugin_specs().values()))
     for creator in creators:
         if not trt.get_plugin_registry().register_creator(creator, NAMESPACE):
             raise PluginError(

@@ -11,6 +11,7 @@ from typing import Any
 from qwen4exp_trt.runtime.backend import BACKENDS
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.llm import LLM, Prompt
+from qwen4exp_trt.runtime.progress_line import loading_line
 
 PROG = "qwen4exp-generate"
 
@@ -50,7 +51,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def generate(args: argparse.Namespace) -> None:
     """Load the bundle and print the text as it comes."""
-    llm = LLM(args.bundle, backend=args.backend, device=args.device, checkpoint=args.checkpoint)
+    show = loading_line().show
+    llm = LLM(args.bundle, backend=args.backend, device=args.device, checkpoint=args.checkpoint, progress=show)
     names = (*_SAMPLING_FLAGS, "max_tokens", "seed", "stop")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     params = replace(llm.default_sampling_params, **given)

@@ -13,9 +13,11 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, CheckpointRef, Manifest
+from qwen4exp_trt.runtime.materialize import Progress, load_weights
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
-from qwen4exp_trt.runtime.weights import dtype_from_name, materialize_weight
+from qwen4exp_trt.runtime.tensor_reader import TensorReader
+from qwen4exp_trt.runtime.weights import dtype_from_name
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +35,47 @@ class Backend(Protocol):
 class EagerBackend:
     """The bundle's program itself, op by op in torch. Runs on the CPU in this version."""
 
-    def __init__(self, folder: Path, manifest: Manifest, checkpoint: Path | None, num_blocks: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        checkpoint: Path | None,
+        num_blocks: int,
+        progress: Progress | None = None,
+    ) -> None:
         self.program = load_program(folder / PROGRAM_DIR)
-        source = open_checkpoint(folder, manifest.checkpoint, checkpoint)
-        logger.info("loading %d weights from %s", len(self.program.weights), source.path)
-        self.weights = {spec.name: materialize_weight(spec, source.tensor) for spec in self.program.weights}
+        files = open_weight_files(folder, manifest, checkpoint)
+        # First, so that a lack of memory shows before weights are read for minutes.
         self.states = allocate_states(self.program.states, num_blocks, manifest.limits.num_slots)
+        logger.info("loading %d weights from %s", len(self.program.weights), ", ".join(str(f.path) for f in files))
+        with TensorReader(*files) as reader:
+            self.weights = load_weights(self.program.weights, reader, progress=progress)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self.program.run(inputs, self.states, self.weights)["logits"].float()
 
 
 def make_backend(
-    name: str, device: str, folder: Path, manifest: Manifest, checkpoint: Path | None, num_blocks: int
+    name: str,
+    device: str,
+    folder: Path,
+    manifest: Manifest,
+    checkpoint: Path | None,
+    num_blocks: int,
+    progress: Progress | None = None,
 ) -> Backend:
-    """The backend called ``name``; `BundleError` for one that this version lacks."""
+    """The backend called ``name``, loaded; `BundleError` for one that this version lacks."""
     if name not in BACKENDS:
         raise BundleError(f"backend {name!r} cannot execute in this version; available: {', '.join(BACKENDS)}")
     if device != "cpu":
         raise BundleError(f"device {device!r}: the ops have no kernels for it in this version; use device 'cpu'")
-    return EagerBackend(folder, manifest, checkpoint, num_blocks)
+    return EagerBackend(folder, manifest, checkpoint, num_blocks, progress)
+
+
+def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:
+    """The checkpoint that the bundle was built from and what was converted from it; the files of both are checked."""
+    opened = open_checkpoint(folder, manifest.checkpoint, checkpoint)
+    return [opened] if manifest.converted is None else [opened, _open_converted(folder, manifest.converted)]
 
 
 def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | None) -> Checkpoint:
@@ -67,6 +90,20 @@ def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | No
     checkpoint = Checkpoint.open(override or ref.path)
     checkpoint.verify_identity(ref.files)
     return checkpoint
+
+
+def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
+    """At its recorded path, or beside a bundle that was moved together with it."""
+    places = (Path(ref.path), folder.resolve().parent / Path(ref.path).name)
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise BundleError(
+            f"{folder}: its converted weights are neither at {places[0]} nor at {places[1]}; move them there, or build "
+            "the bundle again"
+        )
+    opened = Checkpoint.open_files(found, ref.files)
+    opened.verify_identity(ref.files)
+    return opened
 
 
 def allocate_states(specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Reads a safetensors checkpoint folder: names, shapes and dtypes from the headers, tensors as memory-mapped views."""
+"""Opens a folder of safetensors files: names, shapes, dtypes and offsets from the headers, and its identity."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 class Checkpoint:
-    """The tensors of every ``*.safetensors`` file directly in a folder. Only headers are read until `tensor`."""
+    """The tensors of the safetensors files of a folder. Only headers are read; `TensorReader` reads large tensors."""
 
     def __init__(self, path: Path, files: tuple[str, ...], tensors: dict[str, tuple[str, Any]]) -> None:
         self.path = path
@@ -29,22 +29,41 @@ class Checkpoint:
         """File names, sorted."""
         self._tensors = tensors
         """Tensor name -> the file that has it, opened."""
+        self._offsets: dict[str, dict[str, tuple[int, int]]] = {}
+        """File name -> tensor name -> the first byte of its data and the one behind it; of files that were asked for.
+
+        Apart from the rest, since safetensors does not tell offsets, and parsing the headers once more takes longer
+        than opening all files.
+        """
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Read the header of each file of the folder ``path``.
+        """Read the header of each ``*.safetensors`` file directly in the folder ``path``.
 
         The folder is what counts: an index.json only has to agree that no file is missing. Raises `CheckpointError`
         for a folder without safetensors files, a missing shard, a truncated or damaged file, and a tensor that two
         files have.
         """
-        folder = Path(path)
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no such folder; give the one that holds the *.safetensors files")
+        folder = _checked_folder(path)
         paths = sorted(folder.glob("*.safetensors"))
         _check_index(folder, {file.name for file in paths})
         if not paths:
             raise CheckpointError(f"{folder}: no *.safetensors file in it; convert other formats first")
+        return cls._of_files(folder, paths)
+
+    @classmethod
+    def open_files(cls, path: str | Path, files: Iterable[str]) -> Checkpoint:
+        """Read the headers of the named files of the folder ``path``, and of no others.
+
+        Raises `CheckpointError` for files that are missing, truncated or damaged, and for a tensor that two have.
+        """
+        folder, names = _checked_folder(path), sorted(files)
+        if missing := [name for name in names if not (folder / name).is_file()]:
+            raise CheckpointError(f"{folder}: {listing(missing)} missing of {len(names)} files")
+        return cls._of_files(folder, [folder / name for name in names])
+
+    @classmethod
+    def _of_files(cls, folder: Path, paths: list[Path]) -> Checkpoint:
         tensors: dict[str, tuple[str, Any]] = {}
         for file in paths:
             handle = _open_file(file)
@@ -68,8 +87,33 @@ class Checkpoint:
         return self._handle(name).get_slice(name).get_dtype()
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor, as a view of its memory-mapped file: pages are read when they are used, and nothing else is."""
+        """The tensor, as a view of its memory-mapped file: for small ones, and for looking at a few values.
+
+        Pages are read when they are used, one after another, and stay cached.
+        """
         return self._handle(name).get_tensor(name)
+
+    def file_of(self, name: str) -> str:
+        """The name of the file that has a tensor."""
+        self._handle(name)
+        return self._tensors[name][0]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def common_names(self, other: Checkpoint) -> list[str]:
+        """The tensor names that both have, sorted."""
+        return sorted(self._tensors.keys() & other._tensors.keys())
+
+    def data_range(self, name: str) -> tuple[Path, int, int]:
+        """The file of a tensor, the first byte of its data in it, and the one behind them."""
+        self._handle(name)
+        file = self._tensors[name][0]
+        if file not in self._offsets:
+            self._offsets[file] = _read_offsets(self.path / file)
+        if name not in self._offsets[file]:
+            raise CheckpointError(f"{self.path / file}: changed while it was open: tensor {name} is gone")
+        return self.path / file, *self._offsets[file][name]
 
     def identity(self) -> dict[str, FileIdentity]:
         """File name -> what tells it from others; reads samples of every file."""
@@ -106,6 +150,13 @@ def listing(items: Iterable[str], limit: int = 24) -> str:
     return ", ".join(shown[:limit]) + more
 
 
+def _checked_folder(path: str | Path) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder; give the one that holds the *.safetensors files")
+    return folder
+
+
 def _check_index(folder: Path, present: set[str]) -> None:
     index = folder / INDEX_NAME
     if not index.exists():
@@ -128,6 +179,21 @@ def _open_file(path: Path) -> Any:
         raise CheckpointError(f"{path}: {_describe_damage(path)} ({error}); download it again") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_offsets(path: Path) -> dict[str, tuple[int, int]]:
+    """Tensor name -> where its data begin and end in the file, whose header safetensors has checked."""
+    try:
+        with path.open("rb") as file:
+            data = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(data - 8))
+        header.pop("__metadata__", None)
+        offsets = {name: entry["data_offsets"] for name, entry in header.items()}
+        return {name: (data + begin, data + end) for name, (begin, end) in offsets.items()}
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: changed while it was open: {error!r}") from error
 
 
 def _describe_damage(path: Path) -> str:

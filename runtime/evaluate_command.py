@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +16,12 @@ from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.evaluation import Evaluation, default_window, evaluate
 from qwen4exp_trt.runtime.llm import LLM
 from qwen4exp_trt.runtime.manifest import Manifest
+from qwen4exp_trt.runtime.progress_line import ProgressLine, loading_line
+from qwen4exp_trt.runtime.text_file import read_text
 
 PROG = "qwen4exp-eval"
 
 _NAME_WIDTH = 20
-_SECONDS_BETWEEN_LINES = 10.0
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -52,15 +52,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate, printing progress on stderr and the result on stdout."""
-    text = _read_text(args.text)
+    text = read_text(args.text, RequestError)
     if args.json is not None:
         _check_json(args.json)
     llm = _load(args, args.bundle, args.checkpoint)
     base = None if args.against is None else _load(args, args.against, args.against_checkpoint)
-    progress = _Progress()
-    result = evaluate(
-        llm, text, window=args.window, max_tokens=args.max_tokens, base=base, progress=progress.show_windows
-    )
+    line = ProgressLine(lambda done, total: f"window {done} of {total}")
+    result = evaluate(llm, text, window=args.window, max_tokens=args.max_tokens, base=base, progress=line.show)
     print(format_result(result))
     if args.json is not None:
         _write_json(args, result)
@@ -71,16 +69,7 @@ def _load(args: argparse.Namespace, bundle: Path, checkpoint: Path | None) -> LL
     limits = Manifest.load(bundle).limits
     window = default_window(limits.max_seq_len) if args.window is None else args.window
     num_blocks = min(max(-(-window // limits.block_size), 1), limits.max_num_blocks)
-    return LLM(bundle, args.backend, args.device, checkpoint, num_blocks)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot read the text: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: the text is not UTF-8: {error}") from error
+    return LLM(bundle, args.backend, args.device, checkpoint, num_blocks, progress=loading_line().show)
 
 
 def _check_json(path: Path) -> None:
@@ -105,27 +94,6 @@ def _write_json(args: argparse.Namespace, result: Evaluation) -> None:
             staged.replace(target)
     except OSError as error:
         raise RequestError(f"{args.json}: cannot write the result: {error.strerror}") from error
-
-
-class _Progress:
-    """One line on stderr that a terminal rewrites; elsewhere a line now and then, and one for the last window."""
-
-    def __init__(self) -> None:
-        self._begin = self._last = time.monotonic()
-
-    def show_windows(self, done: int, total: int) -> None:
-        now, is_terminal = time.monotonic(), sys.stderr.isatty()
-        if not is_terminal and done < total and now - self._last < _SECONDS_BETWEEN_LINES:
-            return
-        self._last, seconds = now, now - self._begin
-        left = seconds / done * (total - done)
-        line = f"window {done} of {total}, {seconds:.0f} s, {left:.0f} s left"
-        print(
-            f"\r{line}\033[K" if is_terminal else line,
-            end="\n" if not is_terminal or done == total else "",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def format_result(result: Evaluation) -> str:

@@ -15,6 +15,7 @@ from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
 from qwen4exp_trt.runtime.manifest import Manifest
+from qwen4exp_trt.runtime.materialize import Progress
 from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
@@ -36,7 +37,8 @@ class LLM:
     ``bundle``: a folder that ``qwen4exp-build`` made. ``backend``: ``eager`` runs the bundle's program in torch.
     ``checkpoint``: where the checkpoint is now, if it moved since the build. ``num_blocks``: pages of the KV cache,
     all allocated at once; by default enough for a full batch of the longest sequences, so give fewer where memory is
-    short. Raises `BundleError` for a bundle that is damaged, of another version or without weights, `CheckpointError`
+    short. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. Raises `BundleError`
+    for a bundle that is damaged, of another version, without weights or too large for the memory, `CheckpointError`
     for a checkpoint that is not the one it was built from.
 
     Threads may share it: their requests run in the same steps.
@@ -49,6 +51,7 @@ class LLM:
         device: str = "cpu",
         checkpoint: str | Path | None = None,
         num_blocks: int | None = None,
+        progress: Progress | None = None,
     ) -> None:
         folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)
@@ -62,7 +65,7 @@ class LLM:
         self._chat_template = ChatTemplate.from_dir(folder)
         moved_to = None if checkpoint is None else _checked_path("checkpoint", checkpoint)
         self.core = EngineCore(
-            make_backend(backend, device, folder, self.manifest, moved_to, blocks),
+            make_backend(backend, device, folder, self.manifest, moved_to, blocks, progress),
             limits,
             blocks,
             self.manifest.vocab_size,

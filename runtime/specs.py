@@ -127,6 +127,14 @@ class Source:
 
 
 @dataclass(frozen=True)
+class SourceRows(Source):
+    """Rows ``start`` to ``stop`` (first dim) of a tensor. Made when a recipe runs; no program has it."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class Literal:
     """A small constant that no checkpoint holds (hash constants, rotary frequencies); integers stay integers."""
 

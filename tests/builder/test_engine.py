@@ -18,7 +18,7 @@ from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.plugins.spec import NAMESPACE
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program import Program
@@ -49,7 +49,7 @@ def lowered(request: pytest.FixtureRequest) -> Lowered:
     kv_cache_dtype = "float8_e4m3fn" if request.param == "with an FP8 cache" else "auto"
     program = export_program(config, "bfloat16", LIMITS.block_size, kv_cache_dtype)
     if request.param != "as traced":
-        program, _ = PassManager(PIPELINE).run(program)
+        program, _ = PassManager(make_pipeline(Quantization())).run(program)
     profiles = optimization_profiles(LIMITS, (*program.inputs, *program.states))
     return Lowered(program, lower_program(program), profiles)
 

@@ -16,8 +16,8 @@ from qwen4exp_trt.builder.interpret import OnnxProgram
 from qwen4exp_trt.builder.lower import lower_program
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.passes.verification import initial_states, random_source
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, is_getitem, path_from_identifier
-from qwen4exp_trt.runtime.weights import materialize_weight
 
 Q4E: Any = torch.ops.q4e
 WIDTH, TAPS = 8, 3

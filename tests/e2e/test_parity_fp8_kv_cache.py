@@ -26,7 +26,7 @@ from torch import Tensor
 
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.runtime.backend import allocate_states
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.specs import StateKind
@@ -58,7 +58,7 @@ def core_with_fp8_cache(pair: Pair, dtype: str) -> EngineCore:
     """A serving loop on the weights of ``pair`` and the program that is exported with an FP8 cache."""
     core, backend = pair.llm.core, copy.copy(pair.backend)
     program = export_program(pair.config, dtype, core.limits.block_size, "float8_e4m3fn")
-    backend.program, _ = PassManager(PIPELINE).run(program)
+    backend.program, _ = PassManager(make_pipeline(Quantization())).run(program)
     backend.states = allocate_states(backend.program.states, core.scheduler.num_blocks, core.limits.num_slots)
     cache = next(spec for spec in backend.program.states if spec.kind is StateKind.KV_CACHE)
     assert backend.states[cache.name].dtype == torch.float8_e4m3fn

@@ -19,10 +19,11 @@ from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.passes.legality import check_legality
 from qwen4exp_trt.passes.verification import batch_samples, initial_states, random_source, run_sample
 from qwen4exp_trt.plugins.registry import all_specs, spec_of
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, is_getitem, path_from_identifier
 from qwen4exp_trt.runtime.program_text import ATEN_OPS, format_program, op_name
 from qwen4exp_trt.runtime.specs import Literal, Source
-from qwen4exp_trt.runtime.weights import materialize_weight, sources_of, transform
+from qwen4exp_trt.runtime.weights import sources_of, transform
 
 BLOCK_SIZE = 16
 TINY = ModelConfig.from_dict(tiny_config_dict(), "tiny")

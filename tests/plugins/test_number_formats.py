@@ -19,6 +19,7 @@ from qwen4exp_trt.plugins.number_formats import (
     float_from_e4m3,
     pack_e2m1,
     quantize_nvfp4,
+    quantize_nvfp4_activations,
     unpack_e2m1,
 )
 
@@ -261,6 +262,53 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         dequantize_nvfp4(torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1).to(FP8), one)
     with pytest.raises(PluginError, match=r"got torch\.float32"):
         dequantize_nvfp4(torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 2), one)
+
+
+def activations_of(x: Tensor, input_scale: float) -> tuple[list[float], Tensor]:
+    """The block scales of a row, and code * block scale."""
+    packed, block_scales = quantize_nvfp4_activations(x, input_scale)
+    return block_scales.float().tolist(), dequantize_nvfp4(packed, block_scales, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_take_the_scale_of_their_largest_value(dtype: torch.dtype) -> None:
+    x = torch.tensor([6.0, -5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, *[-0.3] * 8, *[768.0] * 16], dtype=dtype)
+    scales, values = activations_of(x, 0.5)
+    assert scales == [2.0, 256.0]
+    assert values[:9].tolist() == [12.0, -8.0, 8.0, 4.0, 4.0, 2.0, 2.0, 0.0, -1.0]
+    assert values[16:].tolist() == [1536.0] * 16
+
+
+def test_activations_beyond_the_calibrated_range_saturate() -> None:
+    scales, values = activations_of(torch.tensor([1e4, -math.inf, 2688.0, *[1.0] * 13]), 1.0)
+    assert scales == [448.0]
+    assert values[:4].tolist() == [2688.0, -2688.0, 2688.0, 0.0]
+
+
+def test_activations_too_small_for_a_scale_become_zero() -> None:
+    """2**-10 is half of the smallest E4M3 number, a tie that goes to zero."""
+    x = torch.cat([torch.zeros(16), torch.full((16,), 6 * 2.0**-10), torch.full((16,), 6.1 * 2.0**-10)])
+    scales, values = activations_of(x, 1.0)
+    assert scales == [0.0, 0.0, 2.0**-9]
+    assert values.tolist() == [0.0] * 32 + [3 * 2.0**-9] * 16
+
+
+def test_a_nan_among_activations_stays_in_its_block() -> None:
+    x = torch.ones(2, 32)
+    x[0, 3] = math.nan
+    _, values = activations_of(x, 1.0)
+    assert values[0, :16].isnan().all() and values[0, 16:].isfinite().all() and values[1].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e-50])
+def test_an_input_scale_that_is_not_positive_is_refused(scale: float) -> None:
+    with pytest.raises(PluginError, match=r"the input scale is .*; it must be positive and finite"):
+        quantize_nvfp4_activations(torch.ones(1, 16), scale)
+
+
+def test_activations_that_do_not_fill_blocks_are_refused() -> None:
+    with pytest.raises(PluginError, match=r"multiple of 16 elements a row, got shape \[2, 24\]"):
+        quantize_nvfp4_activations(torch.ones(2, 24), 1.0)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (130, 257), (3, 200, 129)])

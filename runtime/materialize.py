@@ -1,0 +1,216 @@
+"""Runs weight recipes: tensors of a checkpoint in, weights of a program out.
+
+A result is allocated once and filled piece by piece. The next pieces are read while one is computed, in a window of
+fixed size. So the memory beside the result is `_WINDOW_BYTES` and what one piece takes, about 64 MiB in all; or, for
+a recipe that cannot be cut into pieces, its largest tensor and what its transform makes of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from qwen4exp_trt.errors import BundleError, CheckpointError
+from qwen4exp_trt.runtime.recipe_pieces import Piece, pieces_of
+from qwen4exp_trt.runtime.recipe_rows import rows_of
+from qwen4exp_trt.runtime.recipe_shapes import RecipeShapes
+from qwen4exp_trt.runtime.specs import Source, SourceRows, Transform, WeightRecipe, WeightSpec
+from qwen4exp_trt.runtime.tensor_source import Described, Read, TensorFunction, TensorSource, as_source
+from qwen4exp_trt.runtime.weights import apply_transform, literal_tensor, name_from_dtype
+
+_WINDOW_BYTES = 32 << 20
+"""What is being read, or is read and not computed yet."""
+_BATCH_BYTES = 4 << 20
+_BATCH_PIECES = 256
+"""Pieces are read together until they are one or the other."""
+
+Progress = Callable[[int, int], None]
+"""Told the bytes that are done and those in all."""
+
+
+def materialize(
+    recipe: WeightRecipe, source: TensorSource | TensorFunction, device: torch.device | str = "cpu"
+) -> Tensor:
+    """Run ``recipe`` on the tensors of ``source``; the transforms run on ``device``, where the result is, contiguous.
+
+    Raises `CheckpointError` for damaged data and what torch raises for tensors that do not fit the recipe.
+    """
+    shapes = RecipeShapes(opened := as_source(source))
+    result = _allocate(shapes(recipe), device)
+    _fill(result, recipe, opened, shapes)
+    return result
+
+
+def read_rows(
+    recipe: WeightRecipe,
+    source: TensorSource | TensorFunction,
+    start: int,
+    stop: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Rows ``start`` to ``stop`` (first dim) of what ``recipe`` gives, as `materialize`, reading no others.
+
+    `CheckpointError` for a recipe with a transform that does not go row by row.
+    """
+    shapes = RecipeShapes(opened := as_source(source))
+    if start < stop:
+        return materialize(rows_of(recipe, start, stop, shapes), opened, device)
+    shape, dtype = shapes(recipe)
+    return torch.empty((0, *shape[1:]), dtype=dtype, device=device)
+
+
+def materialize_weight(
+    spec: WeightSpec,
+    source: TensorSource | TensorFunction,
+    device: torch.device | str = "cpu",
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> Tensor:
+    """Run the recipe of ``spec``; ``advance`` is told the bytes of the weight that each piece made.
+
+    `CheckpointError` unless the recipe gives the shape and dtype that the program expects, before anything is read;
+    `BundleError` if there is no memory for the weight.
+    """
+    shapes = RecipeShapes(opened := as_source(source))
+    try:
+        described = shapes(spec.recipe)
+    except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
+        raise CheckpointError(f"weight {spec.name}: its recipe does not fit the checkpoint: {error}") from error
+    expected = (tuple(spec.tensor.shape), spec.tensor.dtype)
+    found = (described[0], name_from_dtype(described[1]))
+    if found != expected:
+        raise CheckpointError(f"weight {spec.name}: its recipe gave {found}, the program expects {expected}")
+    try:
+        result = _allocate(described, device)
+    except (RuntimeError, MemoryError) as error:
+        size = described[1].itemsize * math.prod(described[0])
+        raise BundleError(
+            f"cannot allocate {size / 2**30:,.1f} GiB for the weight {spec.name} on {device}; free memory, or build "
+            f"with a smaller --precision: {error}"
+        ) from error
+    _fill(result, spec.recipe, opened, shapes, advance)
+    return result
+
+
+def load_weights(
+    specs: Sequence[WeightSpec],
+    source: TensorSource,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Tensor]:
+    """Every weight by name, with the errors of `materialize_weight`."""
+    total = sum(spec.tensor.num_bytes({}) for spec in specs)
+    done = 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if progress is not None:
+            progress(done, total)
+
+    return {spec.name: materialize_weight(spec, source, device, advance) for spec in specs}
+
+
+def _allocate(described: Described, device: torch.device | str) -> Tensor:
+    shape, dtype = described
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _fill(
+    result: Tensor,
+    recipe: WeightRecipe,
+    source: TensorSource,
+    shapes: RecipeShapes,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> None:
+    window: deque[_Batch] = deque()
+
+    def finish_first() -> None:
+        batch = window.popleft()
+        batch.finish()
+        advance(batch.num_target_bytes)
+
+    for pieces in _batches(pieces_of(recipe, result, shapes)):
+        batch = _Batch(pieces, shapes)
+        while window and sum(other.num_bytes for other in window) + batch.num_bytes > _WINDOW_BYTES:
+            finish_first()
+        batch.start(source)
+        window.append(batch)
+    while window:
+        finish_first()
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    num_bytes = 0
+    for piece in pieces:
+        batch.append(piece)
+        num_bytes += piece.num_bytes
+        if len(batch) == _BATCH_PIECES or num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+class _Batch:
+    """Pieces that are read together."""
+
+    def __init__(self, pieces: list[Piece], shapes: RecipeShapes) -> None:
+        self._pieces = pieces
+        self._described = [[shapes(leaf) for leaf in piece.leaves()] for piece in pieces]
+        self._staged: list[list[Tensor]] = []
+        """What is read for each piece; nothing for one that is read where it belongs."""
+        self._wait: Callable[[], None] = lambda: None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are read."""
+        return sum(dtype.itemsize * math.prod(shape) for leaves in self._described for shape, dtype in leaves)
+
+    @property
+    def num_target_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self._pieces)
+
+    def start(self, source: TensorSource) -> None:
+        reads: list[Read] = []
+        for piece, described in zip(self._pieces, self._described, strict=True):
+            if _is_read_in_place(piece, described):
+                self._staged.append([])
+                reads.append(_read(piece.leaves()[0], piece.target))
+                continue
+            # Pinned memory is what a GPU copies from while the CPU goes on.
+            pinned = piece.target.is_cuda
+            staged = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for shape, dtype in described]
+            self._staged.append(staged)
+            reads += [_read(leaf, memory) for leaf, memory in zip(piece.leaves(), staged, strict=True)]
+        self._wait = source.start(reads)
+
+    def finish(self) -> None:
+        self._wait()
+        for piece, described in zip(self._pieces, self._described, strict=True):
+            staged = iter(self._staged.pop(0))
+            if not _is_read_in_place(piece, described):
+                piece.target.copy_(_evaluate(piece.recipe, staged, piece.target.device))
+
+
+def _is_read_in_place(piece: Piece, described: list[Described]) -> bool:
+    if not isinstance(piece.recipe, Source) or piece.target.device.type != "cpu":
+        return False
+    return piece.target.is_contiguous() and piece.target.dtype == described[0][1]
+
+
+def _read(leaf: Source, out: Tensor) -> Read:
+    return Read(leaf.name, out, (leaf.start, leaf.stop) if isinstance(leaf, SourceRows) else None)
+
+
+def _evaluate(recipe: WeightRecipe, staged: Iterator[Tensor], device: torch.device) -> Tensor:
+    """Run ``recipe`` on what was read for its sources, in their order."""
+    if isinstance(recipe, Source):
+        return next(staged).to(device, non_blocking=True)
+    if isinstance(recipe, Transform):
+        return apply_transform(recipe, [_evaluate(part, staged, device) for part in recipe.inputs])
+    return literal_tensor(recipe).to(device)
