@@ -20,7 +20,7 @@ def visible_keys(position: int, selected: Sequence[int], compress_ratio: int) ->
 
 
 def to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """FP8: the nearest of its numbers, of two equally near ones the one of even byte, the largest for what is beyond."""
+    """FP8: the nearest of its numbers, of two equally near ones the one of even byte; beyond them the largest."""
     if dtype != torch.float8_e4m3fn:
         return x
     bytes_by_parity = torch.tensor([*range(0, 0x7F, 2), *range(1, 0x7F, 2)], dtype=torch.uint8)

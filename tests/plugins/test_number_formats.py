@@ -16,6 +16,7 @@ from qwen4exp_trt.plugins.number_formats import (
     dequantize_nvfp4,
     e4m3_from_float,
     encode_nvfp4,
+    float_from_e4m3,
     pack_e2m1,
     quantize_nvfp4,
     quantize_nvfp4_activations,
@@ -57,7 +58,7 @@ def random_scales(*shape: int, seed: int = 0) -> Tensor:
 
 def test_every_e4m3_byte_decodes() -> None:
     expected = torch.tensor([e4m3_of_byte(byte) for byte in range(256)])
-    found = all_bytes().view(FP8).float()
+    found = float_from_e4m3(all_bytes().view(FP8))
     assert torch.equal(found.isnan(), expected.isnan()) and int(found.isnan().sum()) == 2
     assert torch.equal(found.nan_to_num(7e7), expected.nan_to_num(7e7))
     assert torch.equal(found.signbit(), expected.signbit() | (all_bytes() == 0xFF))
@@ -159,6 +160,38 @@ def test_quantize_finds_the_least_squared_error_of_each_block(dtype: torch.dtype
     assert torch.equal(packed, encode_nvfp4(weight, scales, global_scale))
     assert (found <= least * 1.05).all() and found.sum() <= least.sum() * 1.01
     assert found.sum() < error(amax).sum() * 0.8
+
+
+def test_the_search_has_the_bits_of_ieee_arithmetic() -> None:
+    """numpy finds the same scales, operation by operation in float32, and so will a GPU: the order of sums is fixed."""
+    f32 = np.float32
+    weight = torch.randn(3000, 16, generator=torch.Generator().manual_seed(6))
+    _, scales, global_scale = quantize_nvfp4(weight)
+    magnitudes, g = np.abs(weight.numpy()), f32(global_scale.item())
+    first = e4m3_from_float(torch.from_numpy(magnitudes.max(1) / (f32(6) * g))).view(torch.uint8).numpy().astype(int)
+    grid = np.array([e2m1_of_code(code) for code in range(8)], f32)
+    even_first = [0, 2, 4, 6, 1, 3, 5, 7]
+    errors, candidates = [], []
+    for step in (0, -1, 1, -2, 2, -3, 3, 4, 5, -4, 6):
+        byte = np.clip(first + step, 1, 0x7E)
+        scale = np.array([e4m3_of_byte(b) for b in byte], f32) * g
+        quotient = magnitudes / scale[:, None]
+        distance = np.abs(grid[even_first] - quotient.astype(np.float64)[..., None])
+        squares = (grid[even_first][distance.argmin(-1)] - quotient) ** f32(2)
+        for half in (8, 4, 2, 1):
+            squares = squares[:, :half] + squares[:, half:]
+        errors.append(squares[:, 0] * (scale * scale))
+        candidates.append(byte)
+    best = np.argmin(errors, 0)
+    assert len(set(best.tolist())) > 5
+    assert scales.flatten().view(torch.uint8).tolist() == np.choose(best, candidates).tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_quantize_gives_the_same_on_a_gpu() -> None:
+    weight = torch.randn(300_000, 16, generator=torch.Generator().manual_seed(7))
+    for on_cpu, on_gpu in zip(quantize_nvfp4(weight), quantize_nvfp4(weight.cuda()), strict=True):
+        assert torch.equal(on_cpu.reshape(-1).view(torch.uint8), on_gpu.cpu().reshape(-1).view(torch.uint8))
 
 
 def test_quantize_undoes_dequantize() -> None:
