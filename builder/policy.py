@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from qwen4exp_trt.errors import BuildError
@@ -67,7 +67,7 @@ def choose_weight_formats(
     """The choice of every weight of ``config``, in the order of `expected_weights`.
 
     ``stored``: the formats of each in the checkpoint. ``keep``: shell patterns of canonical names that stay as the
-    checkpoint has them; `BuildError` for one that changes nothing.
+    checkpoint has them; `BuildError` for one that matches none.
     """
     shapes = expected_weights(config)
     choices = {name: _choose(name, shape, stored[name], precision, ple_precision) for name, shape in shapes.items()}
@@ -80,7 +80,8 @@ def choose_weight_formats(
             )
         for name in matching:
             kept = _choose(name, shapes[name], stored[name], "checkpoint", "checkpoint")
-            choices[name] = Choice(name, kept.stored, kept.format, f"--keep {pattern}")
+            if kept.format is not choices[name].format:
+                choices[name] = replace(kept, reason=kept.reason or f"--keep {pattern}")
     return tuple(_fit_moe_ops(choices).values())
 
 

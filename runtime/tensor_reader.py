@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -119,6 +120,7 @@ class TensorReader:
     """The tensors of one or several checkpoints, as one `TensorSource`. Close it, or use it in a ``with`` statement.
 
     Files are opened, and threads are started, when they are needed first. Names must be in one checkpoint only.
+    Several threads may read at once.
     """
 
     def __init__(self, *checkpoints: Checkpoint) -> None:
@@ -129,6 +131,8 @@ class TensorReader:
         self.checkpoints = checkpoints
         self._files: dict[Path, _File] = {}
         self._pool: ThreadPoolExecutor | None = None
+        self._lock = Lock()
+        """Of the two above."""
 
     def describe(self, name: str) -> Described:
         checkpoint = self._owner(name)
@@ -145,9 +149,10 @@ class TensorReader:
             for task in tasks:
                 _run(task)
             return lambda: None
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tensor-reader")
-        futures = [self._pool.submit(_run, task) for task in tasks]
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tensor-reader")
+            futures = [self._pool.submit(_run, task) for task in tasks]
 
         def wait() -> None:
             for future in futures:
@@ -213,12 +218,13 @@ class TensorReader:
         return self._file(path), begin
 
     def _file(self, path: Path) -> _File:
-        if path not in self._files:
-            try:
-                self._files[path] = _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-        return self._files[path]
+        with self._lock:
+            if path not in self._files:
+                try:
+                    self._files[path] = _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                except OSError as error:
+                    raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+            return self._files[path]
 
 
 def _memory(tensor: Tensor) -> memoryview:
