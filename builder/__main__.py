@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,40 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
     add("-o", "--output", type=Path, metavar="BUNDLE", help="folder to write; a bundle is replaced")
     add("--target", metavar="SM", help=f"GPU architecture of the engine (default: {DEFAULT_TARGET}, GB10)")
     add(
+        "--backend",
+        choices=tuple(MODULE_OF_BACKEND),
+        default="tensorrt-rtx",
+        help="which TensorRT builds the engine (default: %(default)s)",
+    )
+    _add_weight_options(add)
+    _add_limit_options(add)
+    add("--verify", action="store_true", help="execute every pass and the ONNX on the CPU and compare (default: no)")
+    add(
+        "--config-only",
+        action="store_true",
+        help="build from a config.json (or the folder with it), without weights (default: no)",
+    )
+    add(
+        "--plan", action="store_true", help="print what it will need and exit with 2 if that does not fit (default: no)"
+    )
+    add(
+        "--ple-residency",
+        choices=PLE_RESIDENCIES,
+        default=PleResidency.DEVICE.value,
+        help="with --plan: where the n-gram table is (default: %(default)s)",
+    )
+    values: dict[str, Any] = vars(parser.parse_args(argv))
+    values["keep"] = tuple(values["keep"])
+    if values.pop("plan"):
+        values["config_only"] |= values["checkpoint"].is_file()
+        return PlanOptions(**{field.name: values[field.name] for field in fields(PlanOptions)})
+    if values["output"] is None:
+        parser.error("the following arguments are required: -o/--output")
+    return BuildOptions(**values)
+
+
+def _add_weight_options(add: Callable[..., Any]) -> None:
+    add(
         "--precision",
         choices=PRECISIONS,
         default="checkpoint",
@@ -84,12 +118,9 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
         metavar="FOLDER",
         help=f"where converted weights are kept and found again (default: {DEFAULT_WEIGHTS_DIR}, beside the bundle)",
     )
-    add(
-        "--backend",
-        choices=tuple(MODULE_OF_BACKEND),
-        default="tensorrt-rtx",
-        help="which TensorRT builds the engine (default: %(default)s)",
-    )
+
+
+def _add_limit_options(add: Callable[..., Any]) -> None:
     add("--max-batch-size", type=int, default=8, metavar="N", help="sequences in one step (default: %(default)s)")
     add("--max-seq-len", type=int, metavar="N", help="tokens of one sequence (default: the model's limit)")
     add(
@@ -106,29 +137,6 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
         metavar="N",
         help="tokens of a KV cache page (default: %(default)s)",
     )
-    add("--verify", action="store_true", help="execute every pass and the ONNX on the CPU and compare (default: no)")
-    add(
-        "--config-only",
-        action="store_true",
-        help="build from a config.json (or the folder with it), without weights (default: no)",
-    )
-    add(
-        "--plan", action="store_true", help="print what it will need and exit with 2 if that does not fit (default: no)"
-    )
-    add(
-        "--ple-residency",
-        choices=PLE_RESIDENCIES,
-        default=PleResidency.DEVICE.value,
-        help="with --plan: where the n-gram table is (default: %(default)s)",
-    )
-    values: dict[str, Any] = vars(parser.parse_args(argv))
-    values["keep"] = tuple(values["keep"])
-    if values.pop("plan"):
-        values["config_only"] |= values["checkpoint"].is_file()
-        return PlanOptions(**{field.name: values[field.name] for field in fields(PlanOptions)})
-    if values["output"] is None:
-        parser.error("the following arguments are required: -o/--output")
-    return BuildOptions(**values)
 
 
 class _Printer(Reporter):

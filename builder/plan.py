@@ -87,6 +87,11 @@ class PlanRequest:
             return self.device is None or self.device.is_unified
         return self.ple_residency is PleResidency.DEVICE
 
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the KV cache."""
+        return self.activation_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
     def state_specs(self) -> tuple[StateSpec, ...]:
         return state_specs(self.config, self.activation_dtype, self.limits.block_size, self.kv_cache_dtype)
 

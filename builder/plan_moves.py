@@ -1,4 +1,4 @@
-"""What would fit: the choices that make a plan smaller, tried one at a time and in pairs."""
+"""What would fit: the choices that make a plan smaller, tried one at a time, then in pairs, and so on."""
 
 from __future__ import annotations
 
@@ -58,29 +58,31 @@ MOVES = (
 
 
 def fitting_moves(request: PlanRequest) -> list[tuple[str, ...]]:
-    """The options that make a plan fit which does not: each alone that does, or, if none does, each pair.
+    """The options that make a plan fit which does not: as few as are enough, in each combination of that many.
 
-    Of an option with several values it is the one that gives up least, in a pair for the second option while the first
-    one has its smallest. Empty if no pair is enough.
+    Of an option with several values it is the one that gives up least; if there are others before it in the
+    combination, these have their smallest. Empty if all of them together are not enough.
     """
     request = replace(request, choose_formats=cache(request.choose_formats))
-    alone = [(option,) for move in MOVES for option in _mildest(request, move)]
-    return alone or list(_fitting_pairs(request))
+    for count in range(1, len(MOVES) + 1):
+        found = [options for moves in combinations(MOVES, count) for options in _fit(request, moves)]
+        if found:
+            return found
+    return []
 
 
-def _fitting_pairs(request: PlanRequest) -> Iterator[tuple[str, str]]:
-    for first, second in combinations(MOVES, 2):
-        for value in first.values(request)[-1:]:
-            for option in _mildest(first.apply(request, value), second):
-                yield f"{first.option} {value}", option
-
-
-def _mildest(request: PlanRequest, move: Move) -> Iterator[str]:
-    """The first value that fits, if the last one does."""
+def _fit(request: PlanRequest, moves: Sequence[Move]) -> Iterator[tuple[str, ...]]:
+    """The options of ``moves`` with the values with which the request fits; none if it does not."""
+    move, *others = moves
     values = move.values(request)
 
     def fits(value: Any) -> bool:
         return not make_plan(move.apply(request, value)).missing_bytes
 
-    if values and fits(values[-1]):
-        yield f"{move.option} {values[bisect_left(values, True, key=fits)]}"
+    if not values:
+        return
+    if others:
+        for options in _fit(move.apply(request, values[-1]), others):
+            yield f"{move.option} {values[-1]}", *options
+    elif fits(values[-1]):
+        yield (f"{move.option} {values[bisect_left(values, True, key=fits)]}",)

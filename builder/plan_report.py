@@ -28,8 +28,8 @@ def describe_misfit(plan: Plan) -> str | None:
     """What exceeds the target's memory and what would fit; None for a plan that fits or an unknown target."""
     if plan.device is None or not plan.missing_bytes:
         return None
-    options = ", or with ".join(" and ".join(pair) for pair in fitting_moves(plan.request))
-    advice = f"it fits with {options}" if options else "no one or two of the options that save memory make it fit"
+    options = ", or with ".join(" and ".join(combination) for combination in fitting_moves(plan.request))
+    advice = f"it fits with {options}" if options else "all options that save memory together do not make it fit"
     return (
         f"precision {plan.request.precision} needs {size(plan.total_bytes)} ({size(plan.weight_bytes)} of it weights), "
         f"{size(plan.missing_bytes)} more than the {size(plan.device.usable_bytes)} that are usable on a "
@@ -43,7 +43,7 @@ def _head(plan: Plan) -> Iterator[str]:
     name = target if plan.device is None else f"{target} ({plan.device.name})"
     batch = request.limits.max_batch_size
     limits = f"{batch} sequence{'s' * (batch > 1)} of {request.limits.max_seq_len:,} tokens"
-    dtypes = f"activations {request.activation_dtype}, KV cache {request.kv_cache_dtype or request.activation_dtype}"
+    dtypes = f"activations {request.activation_dtype}, KV cache {request.kv_dtype}"
     table = f"n-gram table {request.ple} on {request.ple_residency}, " if plan.ngram_table_bytes else ""
     yield _row("plan", f"{name}, {limits}")
     yield _row("options", f"precision {request.precision}, {table}{dtypes}")

@@ -107,9 +107,10 @@ def _choose(
         return Choice(name, stored, FLOAT, "the checkpoint has it in several formats")
     held = (FLOAT, FP8, NVFP4) if is_table(name) else (FLOAT, FP8, FP8_BLOCKS, NVFP4)
     has_op = is_table(name) or _is_convertible(name) or _KEPT_BY_LINEARS.search(name) is not None
-    if has_op and stored[0] in held:
-        return Choice(name, stored, stored[0])
-    return Choice(name, stored, FLOAT, "" if stored[0] is FLOAT else "its op takes no such format")
+    (format,) = stored
+    if has_op and format in held:
+        return Choice(name, stored, format)
+    return Choice(name, stored, FLOAT, "" if format is FLOAT else "its op takes no such format")
 
 
 def _fit_moe_ops(choices: Mapping[str, Choice]) -> dict[str, Choice]:

@@ -10,7 +10,7 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 
 
 def plan_request(
-    formats: Formats, batch: int = 1, max_seq_len: int = 2051, kv_cache_dtype: str | None = None
+    formats: Formats, batch: int = 1, max_seq_len: int = 2051, kv_cache_dtype: str = "auto"
 ) -> PlanRequest:
     """Of a policy that always chooses ``formats``, without activations."""
     return PlanRequest(
@@ -25,5 +25,5 @@ def plan_request(
     )
 
 
-def released_plan(formats: Formats, batch: int = 1, max_seq_len: int = 2051, kv_cache_dtype: str | None = None) -> Plan:
+def released_plan(formats: Formats, batch: int = 1, max_seq_len: int = 2051, kv_cache_dtype: str = "auto") -> Plan:
     return make_plan(plan_request(formats, batch, max_seq_len, kv_cache_dtype))

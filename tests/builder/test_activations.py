@@ -14,14 +14,19 @@ from tiny_programs import BATCH, conv_state, floats, trace
 from torch import Tensor, nn
 
 from qwen4exp_trt.builder.activations import estimate_activations, one_layer_of_each_kind, peak_bytes
-from qwen4exp_trt.builder.compile import compile_program
+from qwen4exp_trt.builder.compile import CompiledProgram, ExportOptions, compile_program
 from qwen4exp_trt.builder.engine import build_engine
 from qwen4exp_trt.builder.profiles import optimization_profiles, profile_dims
 from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.trt_module import load_trt
 
 LIMITS = EngineLimits(max_batch_size=8, max_seq_len=4096, prefill_chunk=2048, block_size=64)
+
+
+def compiled(config: ModelConfig) -> CompiledProgram:
+    return compile_program(config, ExportOptions("bfloat16", "auto", LIMITS.block_size), Quantization())
 
 
 class Block(nn.Module):
@@ -59,7 +64,7 @@ def test_peaks_of_what_stays_in_a_region_and_of_what_leaves_it() -> None:
 )
 def test_one_layer_of_each_kind_has_the_peak_of_the_model(changes: dict[str, Any]) -> None:
     config = ModelConfig.from_dict(tiny_config_dict(**changes), "tiny")
-    whole = compile_program(config, "bfloat16", LIMITS.block_size, lambda stage: None).program
+    whole = compiled(config).program
     dims = profile_dims(LIMITS)["prefill"]
     peak = peak_bytes(whole, {name: extent.max for name, extent in dims.items()})
     assert estimate_activations(config, "bfloat16", LIMITS) == peak
@@ -89,7 +94,7 @@ def test_estimate_is_near_what_tensorrt_reports(ple_layer_ids: tuple[int, ...]) 
     TensorRT cuts regions a little differently. A single peak of all tensors would be half of what it reports.
     """
     config = one_layer_of_each_kind(replace(released_config(), ple_layer_ids=ple_layer_ids))
-    compiled = compile_program(config, "bfloat16", LIMITS.block_size, lambda stage: None)
-    profiles = optimization_profiles(LIMITS, (*compiled.program.inputs, *compiled.program.states))
-    reported = build_engine(load_trt("tensorrt-rtx"), compiled.onnx_model, profiles).activation_bytes
+    made = compiled(config)
+    profiles = optimization_profiles(LIMITS, (*made.program.inputs, *made.program.states))
+    reported = build_engine(load_trt("tensorrt-rtx"), made.onnx_model, profiles).activation_bytes
     assert estimate_activations(config, "bfloat16", LIMITS) == pytest.approx(reported, rel=0.15)

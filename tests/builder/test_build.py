@@ -120,7 +120,7 @@ def test_bundle_with_an_engine(checkpoint: Path, tmp_path: Path, capsys: Capture
     assert main([str(checkpoint), "-o", str(tmp_path / "bundle"), *FLOAT32[2:]]) == 0
     manifest = Manifest.load(tmp_path / "bundle")
     manifest.check_files(tmp_path / "bundle")
-    assert (manifest.precision, manifest.target, manifest.backend) == ("bfloat16", "sm121", "tensorrt-rtx")
+    assert (manifest.precision, manifest.target, manifest.backend) == ("checkpoint", "sm121", "tensorrt-rtx")
     assert {ENGINE_FILE, LAYERS_FILE, ONNX_FILE, "program/graph.py", "program/tables.json"} <= set(manifest.files)
     written = {name for name, kind in tree(tmp_path / "bundle").items() if kind != "folder"}
     assert written == {*manifest.files, "manifest.json"}

@@ -149,7 +149,7 @@ def test_token_of_a_converted_checkpoint(table: Formats) -> None:
 
 
 @pytest.mark.parametrize(("max_seq_len", "kv", "index_keys"), [(32_768, 805e6, 25.2e6), (262_144, 6.44e9, 201.3e6)])
-@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 1.0), ("float8_e4m3fn", 0.5)])
+@pytest.mark.parametrize(("dtype", "share"), [("auto", 1.0), ("float8_e4m3fn", 0.5)])
 def test_states_of_a_sequence(max_seq_len: int, kv: float, index_keys: float, dtype: str, share: float) -> None:
     plan = released_plan({}, max_seq_len=max_seq_len, kv_cache_dtype=dtype)
     states = plan.states
