@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
-from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
+from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import Progress, load_weights
 from qwen4exp_trt.runtime.program_text import load_program
@@ -102,11 +102,7 @@ def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
             "the bundle again"
         )
     opened = Checkpoint.open_files(found, ref.files)
-    if differences := opened.differences(ref.files):
-        raise BundleError(
-            f"{found} does not hold the converted weights of {folder}: {listing(differences)}; remove these files and "
-            "build the bundle again"
-        )
+    opened.verify_identity(ref.files)
     return opened
 
 
