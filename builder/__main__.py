@@ -23,6 +23,7 @@ from qwen4exp_trt.builder.options import (
     PlanOptions,
 )
 from qwen4exp_trt.builder.plan import Plan, PleResidency
+from qwen4exp_trt.builder.plan_moves import BUILD_MOVES
 from qwen4exp_trt.builder.plan_report import describe_misfit, describe_total, format_plan, size
 from qwen4exp_trt.builder.planning import plan_bundle, read_stored_weights, weight_plan_for
 from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS
@@ -162,7 +163,7 @@ class _Printer(Reporter):
     def show_plan(self, plan: Plan, weights: list[WeightTableRow]) -> None:
         self.finish()
         print(f"\n{format_plan(plan)}\n\n{format_weight_table(weights)}\n", flush=True)
-        if (misfit := describe_misfit(plan)) is not None:
+        if (misfit := describe_misfit(plan, BUILD_MOVES)) is not None:
             print(f"{PROG}: warning: {misfit}", file=sys.stderr)
 
     def show_conversion(self, folder: str, num_files: int, num_there: int, num_bytes: int, free_bytes: int) -> None:

@@ -38,8 +38,7 @@ def _shorter(request: PlanRequest) -> range:
     return range((request.limits.max_seq_len - 1) // page * page, 0, -page)
 
 
-MOVES = (
-    Move("--ple-residency", _elsewhere, lambda request, residency: replace(request, ple_residency=residency)),
+BUILD_MOVES = (
     Move("--ple", lambda request: ("nvfp4",), lambda request, ple: replace(request, ple=ple)),
     Move("--precision", lambda request: ("nvfp4",), lambda request, precision: replace(request, precision=precision)),
     Move(
@@ -56,16 +55,22 @@ MOVES = (
 )
 """Activation memory stays what it is, though fewer tokens of a step need less of it."""
 
+MOVES = (
+    Move("--ple-residency", _elsewhere, lambda request, residency: replace(request, ple_residency=residency)),
+    *BUILD_MOVES,
+)
+"""With what a plan knows and a build does not take: its runtime keeps the n-gram table on the device."""
 
-def fitting_moves(request: PlanRequest) -> list[tuple[str, ...]]:
+
+def fitting_moves(request: PlanRequest, moves: Sequence[Move] = MOVES) -> list[tuple[str, ...]]:
     """The options that make a plan fit which does not: as few as are enough, in each combination of that many.
 
     Of an option with several values it is the one that gives up least; if there are others before it in the
     combination, these have their smallest. Empty if all of them together are not enough.
     """
     request = replace(request, choose_formats=cache(request.choose_formats))
-    for count in range(1, len(MOVES) + 1):
-        found = [options for moves in combinations(MOVES, count) for options in _fit(request, moves)]
+    for count in range(1, len(moves) + 1):
+        found = [options for chosen in combinations(moves, count) for options in _fit(request, chosen)]
         if found:
             return found
     return []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from qwen4exp_trt.builder.plan import RESERVE_BYTES, Plan
-from qwen4exp_trt.builder.plan_moves import fitting_moves
+from qwen4exp_trt.builder.plan_moves import MOVES, Move, fitting_moves
 from qwen4exp_trt.builder.weight_formats import WeightGroup
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
@@ -24,11 +24,11 @@ def describe_total(plan: Plan) -> str:
     return ", ".join(filter(None, (size(plan.total_bytes), _verdict(plan))))
 
 
-def describe_misfit(plan: Plan) -> str | None:
-    """What exceeds the target's memory and what would fit; None for a plan that fits or an unknown target."""
+def describe_misfit(plan: Plan, moves: Sequence[Move] = MOVES) -> str | None:
+    """What exceeds the target's memory, and which of ``moves`` help; None for a plan that fits or an unknown target."""
     if plan.device is None or not plan.missing_bytes:
         return None
-    options = ", or with ".join(" and ".join(combination) for combination in fitting_moves(plan.request))
+    options = ", or with ".join(" and ".join(combination) for combination in fitting_moves(plan.request, moves))
     advice = f"it fits with {options}" if options else "all options that save memory together do not make it fit"
     return (
         f"precision {plan.request.precision} needs {size(plan.total_bytes)} ({size(plan.weight_bytes)} of it weights), "

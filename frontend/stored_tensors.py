@@ -20,6 +20,7 @@ from qwen4exp_trt.frontend.quantized_weights import (
 from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
 from qwen4exp_trt.runtime.specs import Source, WeightRecipe
+from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.weight_formats import PACKED_FP4, Part, WeightFormat
 from qwen4exp_trt.runtime.weights import dequantize, transform
 
@@ -180,7 +181,8 @@ class StoredTensors:
     def _check_scale_values(self) -> None:
         """All scales in one comparison: there are hundreds of thousands, and normally nothing is wrong with them."""
         names = list(self._scales_to_check)
-        values = [self.checkpoint.tensor(name).float().flatten() for name in names]
+        with TensorReader(self.checkpoint) as reader:
+            values = [tensor.float().flatten() for tensor in reader.tensors(names)]
         if not names or bool(_are_scales(torch.cat(values)).all()):
             return
         for name, value in zip(names, values, strict=True):

@@ -105,15 +105,15 @@ class Checkpoint:
         """The tensor names that both have, sorted."""
         return sorted(self._tensors.keys() & other._tensors.keys())
 
-    def data_range(self, name: str) -> tuple[Path, int, int]:
-        """The file of a tensor, the first byte of its data in it, and the one behind them."""
+    def data_range(self, name: str) -> tuple[str, int, int]:
+        """The name of the file of a tensor, the first byte of its data in it, and the one behind them."""
         self._handle(name)
         file = self._tensors[name][0]
         if file not in self._offsets:
             self._offsets[file] = _read_offsets(self.path / file)
         if name not in self._offsets[file]:
             raise CheckpointError(f"{self.path / file}: changed while it was open: tensor {name} is gone")
-        return self.path / file, *self._offsets[file][name]
+        return file, *self._offsets[file][name]
 
     def identity(self) -> dict[str, FileIdentity]:
         """File name -> what tells it from others; reads samples of every file."""
@@ -185,8 +185,9 @@ def _read_offsets(path: Path) -> dict[str, tuple[int, int]]:
     """Tensor name -> where its data begin and end in the file, whose header safetensors has checked."""
     try:
         with path.open("rb") as file:
-            data = 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(data - 8))
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(header_size, _MAX_HEADER_BYTES)))
+        data = 8 + header_size
         header.pop("__metadata__", None)
         offsets = {name: entry["data_offsets"] for name, entry in header.items()}
         return {name: (data + begin, data + end) for name, (begin, end) in offsets.items()}

@@ -160,47 +160,39 @@ class _Batch:
     """Pieces that are read together."""
 
     def __init__(self, pieces: list[Piece], shapes: RecipeShapes) -> None:
-        self._pieces = pieces
-        self._described = [[shapes(leaf) for leaf in piece.leaves()] for piece in pieces]
-        self._staged: list[list[Tensor]] = []
-        """What is read for each piece; nothing for one that is read where it belongs."""
+        self._reads = [(piece, [(leaf, *shapes(leaf)) for leaf in piece.leaves()]) for piece in pieces]
+        self._staged: deque[tuple[Piece, list[Tensor]]] = deque()
+        """Pieces that have to be computed, and what is read for each."""
         self._wait: Callable[[], None] = lambda: None
-
-    @property
-    def num_bytes(self) -> int:
+        self.num_bytes = sum(
+            dtype.itemsize * math.prod(shape) for _, leaves in self._reads for _, shape, dtype in leaves
+        )
         """Bytes that are read."""
-        return sum(dtype.itemsize * math.prod(shape) for leaves in self._described for shape, dtype in leaves)
-
-    @property
-    def num_target_bytes(self) -> int:
-        return sum(piece.num_bytes for piece in self._pieces)
+        self.num_target_bytes = sum(piece.num_bytes for piece in pieces)
 
     def start(self, source: TensorSource) -> None:
         reads: list[Read] = []
-        for piece, described in zip(self._pieces, self._described, strict=True):
-            if _is_read_in_place(piece, described):
-                self._staged.append([])
-                reads.append(_read(piece.leaves()[0], piece.target))
+        for piece, leaves in self._reads:
+            if isinstance(piece.recipe, Source) and _is_memory_for(piece.target, leaves[0][2]):
+                reads.append(_read(piece.recipe, piece.target))
                 continue
             # Pinned memory is what a GPU copies from while the CPU goes on.
             pinned = piece.target.is_cuda
-            staged = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for shape, dtype in described]
-            self._staged.append(staged)
-            reads += [_read(leaf, memory) for leaf, memory in zip(piece.leaves(), staged, strict=True)]
+            staged = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _, shape, dtype in leaves]
+            self._staged.append((piece, staged))
+            reads += [_read(leaf, memory) for (leaf, *_), memory in zip(leaves, staged, strict=True)]
         self._wait = source.start(reads)
 
     def finish(self) -> None:
         self._wait()
-        for piece, described in zip(self._pieces, self._described, strict=True):
-            staged = iter(self._staged.pop(0))
-            if not _is_read_in_place(piece, described):
-                piece.target.copy_(_evaluate(piece.recipe, staged, piece.target.device))
+        while self._staged:
+            piece, staged = self._staged.popleft()
+            piece.target.copy_(_evaluate(piece.recipe, iter(staged), piece.target.device))
 
 
-def _is_read_in_place(piece: Piece, described: list[Described]) -> bool:
-    if not isinstance(piece.recipe, Source) or piece.target.device.type != "cpu":
-        return False
-    return piece.target.is_contiguous() and piece.target.dtype == described[0][1]
+def _is_memory_for(target: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor of ``dtype`` can be read right where it belongs."""
+    return target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
 
 
 def _read(leaf: Source, out: Tensor) -> Read:

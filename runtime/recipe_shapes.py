@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 
-from qwen4exp_trt.runtime.specs import Literal, Source, SourceRows, WeightRecipe
+from qwen4exp_trt.runtime.specs import Literal, Source, SourceRows, Transform, WeightRecipe
 from qwen4exp_trt.runtime.tensor_source import Described, TensorSource
 from qwen4exp_trt.runtime.weights import apply_transform, literal_tensor
 
@@ -46,7 +48,40 @@ class RecipeShapes:
         inputs = tuple(self(part) for part in recipe.inputs)
         key = (recipe.op, recipe.attrs, inputs)
         if key not in self._by_inputs:
-            metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in inputs]
-            result = apply_transform(recipe, metas)
-            self._by_inputs[key] = (tuple(result.shape), result.dtype)
+            self._by_inputs[key] = _RULES.get(recipe.op, _describe_by_meta)(recipe, inputs)
         return self._by_inputs[key]
+
+
+def _describe_by_meta(recipe: Transform, inputs: Sequence[Described]) -> Described:
+    metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in inputs]
+    result = apply_transform(recipe, metas)
+    return tuple(result.shape), result.dtype
+
+
+def _describe_sum(recipe: Transform, inputs: Sequence[Described]) -> Described:
+    ((shape, dtype),) = inputs
+    return shape, apply_transform(recipe, [torch.empty((0,) * len(shape), dtype=dtype)]).dtype
+
+
+def _describe_concat(recipe: Transform, inputs: Sequence[Described]) -> Described:
+    dim = range(len(inputs[0][0]))[recipe.attr["dim"]]
+    rest, *others = [(shape[:dim], shape[dim + 1 :]) for shape, _ in inputs]
+    if any(other != rest for other in others):
+        raise ValueError(f"tensors of shapes {[list(shape) for shape, _ in inputs]} are concatenated in dim {dim}")
+    shape = (*rest[0], sum(shape[dim] for shape, _ in inputs), *rest[1])
+    return shape, reduce(torch.promote_types, (dtype for _, dtype in inputs))
+
+
+def _describe_stack(recipe: Transform, inputs: Sequence[Described]) -> Described:
+    shape, *others = [shape for shape, _ in inputs]
+    if any(other != shape for other in others):
+        raise ValueError(f"tensors of shapes {[list(shape) for shape, _ in inputs]} are stacked")
+    return (len(inputs), *shape), reduce(torch.promote_types, (dtype for _, dtype in inputs))
+
+
+_RULES: dict[str, Callable[[Transform, Sequence[Described]], Described]] = {
+    "add": _describe_sum,
+    "concat": _describe_concat,
+    "stack": _describe_stack,
+}
+"""Of transforms whose meta kernels import torch's compiler, which takes longer than loading a small model."""

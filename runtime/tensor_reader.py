@@ -127,7 +127,7 @@ class TensorReader:
                 if twice := checkpoint.common_names(other):
                     raise CheckpointError(f"{listing(twice)}: in both {other.path} and {checkpoint.path}")
         self.checkpoints = checkpoints
-        self._files: dict[Path, _File] = {}
+        self._files: dict[tuple[int, str], _File] = {}
         self._pool: ThreadPoolExecutor | None = None
 
     def describe(self, name: str) -> Described:
@@ -206,19 +206,23 @@ class TensorReader:
 
     def _begin_of(self, read: Read) -> tuple[_File, int]:
         """The file of ``read`` and where in it its bytes begin."""
-        path, begin, _ = self._owner(read.name).data_range(read.name)
+        checkpoint = self._owner(read.name)
+        name, begin, _ = checkpoint.data_range(read.name)
         if read.rows is not None:
             shape, dtype = self.describe(read.name)
             begin += read.rows[0] * dtype.itemsize * math.prod(shape[1:])
-        return self._file(path), begin
+        return self._file(checkpoint, name), begin
 
-    def _file(self, path: Path) -> _File:
-        if path not in self._files:
+    def _file(self, checkpoint: Checkpoint, name: str) -> _File:
+        """The file ``name`` of ``checkpoint``, opened at its first use."""
+        key = (id(checkpoint), name)
+        if key not in self._files:
+            path = checkpoint.path / name
             try:
-                self._files[path] = _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                self._files[key] = _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             except OSError as error:
                 raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-        return self._files[path]
+        return self._files[key]
 
 
 def _memory(tensor: Tensor) -> memoryview:

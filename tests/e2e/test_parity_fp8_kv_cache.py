@@ -81,9 +81,9 @@ def test_rounding_keys_and_values_costs_less_than_one_rounding(tiny: Pair) -> No
 
 @pytest.mark.trt
 def test_bf16_costs_no_more_than_in_transformers(make: PairFactory) -> None:
-    pair, prompts = make(precision="bfloat16"), [random_prompt(length, length) for length in (19, 61, 120)]
+    pair, prompts = make(dtype="bfloat16"), [random_prompt(length, length) for length in (19, 61, 120)]
     core = core_with_fp8_cache(pair, "bfloat16")
-    exact, rounded = (load_reference(pair.checkpoint, precision) for precision in ("float32", "bfloat16"))
+    exact, rounded = (load_reference(pair.checkpoint, dtype) for dtype in ("float32", "bfloat16"))
     with rounded_keys_and_values():
         expected = torch.cat([reference_logits(exact, prompt) for prompt in prompts])
         theirs = torch.cat([reference_logits(rounded, prompt) for prompt in prompts]).float()
