@@ -156,8 +156,9 @@ def test_progress_and_table(bundle: Path, checkpoint: Path, capsys: Capture) -> 
     assert main([str(checkpoint), "-o", str(bundle), *options]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    config, plan, rest, table = out.split("\n\n")
+    config, plan, weights, rest, table = out.split("\n\n")
     assert plan.startswith("plan  ") and " an estimate; the engine build tells" in plan
+    assert weights.startswith("weights  ") and "\n  routed experts  " in weights
     progress = f"{config}\n{rest}"
     assert [re.fullmatch(r"(\w+) +\d+\.\d s", line)[1] for line in progress.splitlines()] == STAGES  # type: ignore[index]
     rows = {line[:20].strip(): line[22:] for line in table.splitlines()}
