@@ -31,8 +31,7 @@ def _dequantize_fp8(inputs: list[Tensor]) -> Tensor:
 
 def _dequantize_nvfp4(inputs: list[Tensor]) -> Tensor:
     packed, block_scales, global_scale = inputs
-    has_values = block_scales.numel() and not block_scales.is_meta
-    if has_values and int(block_scales.view(torch.uint8).amax()) > _LAST_SCALE_BYTE:
+    if block_scales.numel() and int(block_scales.view(torch.uint8).amax()) > _LAST_SCALE_BYTE:
         raise ValueError("a block scale is NaN or negative; the checkpoint is damaged, download it again")
     return dequantize_nvfp4(packed, block_scales, global_scale)
 
@@ -81,7 +80,7 @@ def map_sources(recipe: WeightRecipe, resolve: Callable[[str], WeightRecipe]) ->
 
 
 def apply_transform(recipe: Transform, inputs: list[Tensor]) -> Tensor:
-    """The op of ``recipe`` on its evaluated inputs; meta tensors give the shape and dtype of the result."""
+    """The op of ``recipe`` on its evaluated inputs. `CheckpointError` with their names for values that are damaged."""
     if recipe.op not in TRANSFORMS:
         raise CheckpointError(f"weight recipe uses the unknown transform {recipe.op!r}; known: {sorted(TRANSFORMS)}")
     try:
