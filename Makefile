@@ -41,6 +41,7 @@ golden: setup
 
 bench: setup
 	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json
+	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json --precision nvfp4
 	$(BIN)/python benchmarks/evaluate_demo.py
 
 clean:

@@ -19,33 +19,36 @@ from results_file import append_result
 
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.options import BuildOptions
+from qwen4exp_trt.builder.policy import PRECISIONS
+from qwen4exp_trt.builder.reporter import Reporter
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE
 
 BARS = {"total_s": 90.0, "peak_rss_mib": 3 * 1024.0, "engine_mib": 128.0}
 """Upper bounds on a machine with two cores."""
 
 
-class StageTimes:
-    """Seconds of each stage; calling it begins the next one."""
+class StageTimes(Reporter):
+    """Seconds of each stage."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._stage, self._begin = "", time.perf_counter()
 
-    def __call__(self, stage: str) -> None:
+    def stage(self, name: str) -> None:
         now = time.perf_counter()
         if self._stage:
             self.seconds[self._stage] = now - self._begin
-        self._stage, self._begin = stage, now
+        self._stage, self._begin = name, now
 
 
-def measure(config: Path, target: str) -> dict[str, float]:
+def measure(config: Path, target: str, precision: str) -> dict[str, float]:
     """Build a bundle with default limits; times in seconds, sizes in MiB. The peak counts the whole process."""
     times = StageTimes()
     with tempfile.TemporaryDirectory() as folder:
-        options = BuildOptions(checkpoint=config, output=Path(folder) / "bundle", target=target, config_only=True)
+        output = Path(folder) / "bundle"
+        options = BuildOptions(checkpoint=config, output=output, target=target, precision=precision, config_only=True)
         files = build_bundle(options, times).manifest.files
-        times("")
+        times.stage("")
         layers = json.loads((options.output / LAYERS_FILE).read_text(encoding="utf-8"))
     return {
         **{f"{stage}_s": seconds for stage, seconds in times.seconds.items()},
@@ -62,13 +65,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Measure the build of an engine from a config.json alone.")
     parser.add_argument("config", type=Path)
     parser.add_argument("--target", default="sm121")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     args = parser.parse_args()
-    results = measure(args.config, args.target)
+    results = measure(args.config, args.target, args.precision)
     for name, value in results.items():
         bar = f"  (at most {BARS[name]:g})" if name in BARS else ""
         print(f"{name:<24}{value:12.2f}{bar}")
     rounded = {name: round(value, 2) for name, value in results.items()}
-    append_result("build_full_size", {"config": args.config.name, "target": args.target} | rounded)
+    described = {"config": args.config.name, "target": args.target, "precision": args.precision}
+    append_result("build_full_size", described | rounded)
     exceeded = [name for name, bar in BARS.items() if results[name] > bar]
     if exceeded:
         print(f"above the bar: {', '.join(exceeded)}", file=sys.stderr)

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from qwen4exp_trt.builder.build import BuildReport, build_bundle, plan_bundle
+from qwen4exp_trt.builder.build import BuildReport, build_bundle
 from qwen4exp_trt.builder.options import (
+    ACTIVATION_DTYPES,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_PREFILL_CHUNK,
     DEFAULT_TARGET,
-    PRECISIONS,
+    DEFAULT_WEIGHTS_DIR,
+    KV_CACHE_DTYPES,
+    PLE_RESIDENCIES,
+    W4A4,
     BuildOptions,
     PlanOptions,
 )
-from qwen4exp_trt.builder.plan import Plan
-from qwen4exp_trt.builder.plan_report import describe_misfit, describe_total, format_plan
+from qwen4exp_trt.builder.plan import Plan, PleResidency
+from qwen4exp_trt.builder.plan_moves import BUILD_MOVES
+from qwen4exp_trt.builder.plan_report import describe_misfit, describe_total, format_plan, size
+from qwen4exp_trt.builder.planning import plan_bundle, read_stored_weights, weight_plan_for
+from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS
+from qwen4exp_trt.builder.reporter import Reporter
+from qwen4exp_trt.builder.weight_table import WeightTableRow, format_weight_table, weight_table
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.progress_line import ProgressLine
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND
 
 PROG = "qwen4exp-build"
@@ -38,17 +48,80 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
     add("-o", "--output", type=Path, metavar="BUNDLE", help="folder to write; a bundle is replaced")
     add("--target", metavar="SM", help=f"GPU architecture of the engine (default: {DEFAULT_TARGET}, GB10)")
     add(
-        "--precision",
-        choices=PRECISIONS,
-        default="bfloat16",
-        help="of weights and activations; float32 has no engine, for verification (default: %(default)s)",
-    )
-    add(
         "--backend",
         choices=tuple(MODULE_OF_BACKEND),
         default="tensorrt-rtx",
         help="which TensorRT builds the engine (default: %(default)s)",
     )
+    _add_weight_options(add)
+    _add_limit_options(add)
+    add("--verify", action="store_true", help="execute every pass and the ONNX on the CPU and compare (default: no)")
+    add(
+        "--config-only",
+        action="store_true",
+        help="build from a config.json (or the folder with it), without weights (default: no)",
+    )
+    add(
+        "--plan", action="store_true", help="print what it will need and exit with 2 if that does not fit (default: no)"
+    )
+    add(
+        "--ple-residency",
+        choices=PLE_RESIDENCIES,
+        default=PleResidency.DEVICE.value,
+        help="with --plan: where the n-gram table is (default: %(default)s)",
+    )
+    values: dict[str, Any] = vars(parser.parse_args(argv))
+    values["keep"] = tuple(values["keep"])
+    if values.pop("plan"):
+        values["config_only"] |= values["checkpoint"].is_file()
+        return PlanOptions(**{field.name: values[field.name] for field in fields(PlanOptions)})
+    if values["output"] is None:
+        parser.error("the following arguments are required: -o/--output")
+    return BuildOptions(**values)
+
+
+def _add_weight_options(add: Callable[..., Any]) -> None:
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        default="checkpoint",
+        help="of the weights: as the checkpoint has them, NVFP4 with 16-bit or (w4a4) NVFP4 activations, or nothing "
+        "quantized (default: %(default)s)",
+    )
+    add(
+        "--ple",
+        choices=PLE_PRECISIONS,
+        help="the same for the n-gram table (default: bf16 with --precision bf16, else checkpoint)",
+    )
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="weights that stay as the checkpoint has them, such as 'layers.0.*' or 'lm_head.*'; may be repeated",
+    )
+    add("--calibration", type=Path, metavar="TEXT", help=f"text file that --precision {W4A4} needs to find its scales")
+    add(
+        "--activation-dtype",
+        choices=ACTIVATION_DTYPES,
+        default="bfloat16",
+        help="float32 has no engine, for verification (default: %(default)s)",
+    )
+    add(
+        "--kv-cache-dtype",
+        choices=tuple(KV_CACHE_DTYPES),
+        default="auto",
+        help="auto is the activation dtype (default: %(default)s)",
+    )
+    add(
+        "--weights-dir",
+        type=Path,
+        metavar="FOLDER",
+        help=f"where converted weights are kept and found again (default: {DEFAULT_WEIGHTS_DIR}, beside the bundle)",
+    )
+
+
+def _add_limit_options(add: Callable[..., Any]) -> None:
     add("--max-batch-size", type=int, default=8, metavar="N", help="sequences in one step (default: %(default)s)")
     add("--max-seq-len", type=int, metavar="N", help="tokens of one sequence (default: the model's limit)")
     add(
@@ -65,35 +138,19 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
         metavar="N",
         help="tokens of a KV cache page (default: %(default)s)",
     )
-    add("--verify", action="store_true", help="execute every pass and the ONNX on the CPU and compare (default: no)")
-    add(
-        "--config-only",
-        action="store_true",
-        help="build from a config.json (or the folder with it), without weights (default: no)",
-    )
-    add(
-        "--plan", action="store_true", help="print what it will need and exit with 2 if that does not fit (default: no)"
-    )
-    values: dict[str, Any] = vars(parser.parse_args(argv))
-    if values.pop("plan"):
-        # The config is all that a plan reads.
-        values["config_only"] = True
-        return PlanOptions(**{field.name: values[field.name] for field in fields(PlanOptions)})
-    if values["output"] is None:
-        parser.error("the following arguments are required: -o/--output")
-    return BuildOptions(**values)
 
 
-class _Progress:
-    """Prints each stage with the seconds that it took."""
+class _Printer(Reporter):
+    """Prints each stage with the seconds that it took, and what is told between them."""
 
     def __init__(self) -> None:
         self.begin = self._last = time.monotonic()
         self._is_open = False
+        self._line: ProgressLine | None = None
 
-    def __call__(self, stage: str) -> None:
+    def stage(self, name: str) -> None:
         self.finish()
-        print(f"{stage:<{_NAME_WIDTH}}  ", end="", flush=True)
+        print(f"{name:<{_NAME_WIDTH}}  ", end="", flush=True)
         self._is_open = True
 
     def finish(self, is_ok: bool = True) -> None:
@@ -101,7 +158,25 @@ class _Progress:
         now = time.monotonic()
         if self._is_open:
             print(f"{now - self._last:.1f} s" if is_ok else "failed", flush=True)
-        self._last, self._is_open = now, False
+        self._last, self._is_open, self._line = now, False, None
+
+    def show_plan(self, plan: Plan, weights: list[WeightTableRow]) -> None:
+        self.finish()
+        print(f"\n{format_plan(plan)}\n\n{format_weight_table(weights)}\n", flush=True)
+        if (misfit := describe_misfit(plan, BUILD_MOVES)) is not None:
+            print(f"{PROG}: warning: {misfit}", file=sys.stderr)
+
+    def show_conversion(self, folder: str, num_files: int, num_there: int, num_bytes: int, free_bytes: int) -> None:
+        self.finish()
+        room = f", {size(num_bytes)} to write, {size(free_bytes)} free" if num_there < num_files else ""
+        print(
+            f"{'converted weights':<{_NAME_WIDTH}}  {num_there} of {num_files} files are in {folder}{room}", flush=True
+        )
+
+    def progress(self, done: int, total: int) -> None:
+        if self._line is None:
+            self._line = ProgressLine(lambda done, total: f"{done / total:.0%}", quiet_seconds=2.0)
+        self._line.show(done, total)
 
 
 def format_report(report: BuildReport, output: Path, seconds: float) -> str:
@@ -112,7 +187,7 @@ def format_report(report: BuildReport, output: Path, seconds: float) -> str:
     rows = {
         "bundle": str(output),
         "engine": _describe_engine(manifest),
-        "precision": manifest.precision,
+        "precision": _describe_precision(manifest),
         "weights": f"{weights / 2**20:,.1f} MiB in {len(program.weights)} tensors{_describe_source(report)}",
         "states": f"{per_seq / 2**20:,.1f} MiB for a sequence of {limits.max_seq_len} tokens",
         "memory": describe_total(report.plan),
@@ -134,6 +209,13 @@ def _describe_engine(manifest: Manifest) -> str:
     return f"{engine.size / 2**20:.2f} MiB for {manifest.target}, by {manifest.backend}"
 
 
+def _describe_precision(manifest: Manifest) -> str:
+    return (
+        f"{manifest.precision}, n-gram table {manifest.ple_precision}, activations {manifest.activation_dtype}, "
+        f"KV cache {manifest.kv_cache_dtype}"
+    )
+
+
 def _describe_source(report: BuildReport) -> str:
     if report.manifest.checkpoint is None:
         return " (not read: --config-only)"
@@ -144,30 +226,26 @@ def _describe_source(report: BuildReport) -> str:
 def plan(options: PlanOptions) -> None:
     """Print the plan; `BuildError` if the target has too little memory for it."""
     options.check()
-    made = plan_bundle(options, options.read_config())
-    print(format_plan(made))
+    config = options.read_config()
+    stored = read_stored_weights(options, config)
+    made = plan_bundle(options, config, stored)
+    weights = weight_table(config, weight_plan_for(options, config, stored).choices, options.activation_dtype)
+    print(f"{format_plan(made)}\n\n{format_weight_table(weights)}")
     if (misfit := describe_misfit(made)) is not None:
         raise BuildError(misfit)
 
 
 def build(options: BuildOptions) -> None:
     """Build the bundle, printing the plan, progress and the final table."""
-    progress = _Progress()
-
-    def show_plan(made: Plan) -> None:
-        progress.finish()
-        print(f"\n{format_plan(made)}\n", flush=True)
-        if (misfit := describe_misfit(made)) is not None:
-            print(f"{PROG}: warning: {misfit}", file=sys.stderr)
-
+    printer = _Printer()
     try:
-        report = build_bundle(options, progress, show_plan)
+        report = build_bundle(options, printer)
     except BaseException:
-        progress.finish(is_ok=False)
+        printer.finish(is_ok=False)
         raise
-    progress.finish()
+    printer.finish()
     print()
-    print(format_report(report, options.output, time.monotonic() - progress.begin))
+    print(format_report(report, options.output, time.monotonic() - printer.begin))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from qwen4exp_trt.errors import BuildError
 
 @dataclass(frozen=True)
 class Site:
-    """One ATen call being lowered.
+    """One call being lowered to ops that TensorRT has itself.
 
     ``path`` is its node path, ``outputs`` the names of its values, ``value_of`` gives the value that a node's readers
     read here.
@@ -38,9 +38,15 @@ class Site:
 
     def emit_part(self, part: str, op_type: str, *inputs: fx.Node | str, **attrs: Any) -> str:
         """A node before the last one of this call; returns its value."""
-        name = f"{self.path}.{part}"
-        self.graph.add_node(name, op_type, self._names(inputs), [name], **attrs)
-        return name
+        return self.emit_parts(part, [part], op_type, *inputs, **attrs)[0]
+
+    def emit_parts(
+        self, name: str, parts: Sequence[str], op_type: str, *inputs: fx.Node | str, **attrs: Any
+    ) -> list[str]:
+        """A node with several values before the last one of this call; returns them."""
+        outputs = [f"{self.path}.{part}" for part in parts]
+        self.graph.add_node(f"{self.path}.{name}", op_type, self._names(inputs), outputs, **attrs)
+        return outputs
 
     def ints(self, part: str, values: Sequence[Any]) -> str:
         """A constant list of sizes or axes."""
@@ -81,7 +87,7 @@ class Site:
 
 
 Lowering = Callable[..., None]
-"""Emits the nodes of a call from its `Site` and the arguments of its ATen schema."""
+"""Emits the nodes of a call from its `Site` and the arguments of its schema."""
 
 
 def _arithmetic(op_type: str) -> Lowering:

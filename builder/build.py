@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-import re
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -14,34 +13,36 @@ from types import ModuleType
 import onnx
 
 from qwen4exp_trt.builder.bundle import check_output, hash_files, staged_folder
-from qwen4exp_trt.builder.compile import CompiledProgram, Stage, compile_program
+from qwen4exp_trt.builder.calibrate import CalibrationText, calibrate
+from qwen4exp_trt.builder.compile import CompiledProgram, compile_program
+from qwen4exp_trt.builder.convert import ConvertedFolder
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
-from qwen4exp_trt.builder.options import DEFAULT_TARGET, BuildOptions, PlanOptions
-from qwen4exp_trt.builder.plan import Plan, make_plan
+from qwen4exp_trt.builder.options import BuildOptions
+from qwen4exp_trt.builder.plan import Plan
+from qwen4exp_trt.builder.planning import plan_bundle
 from qwen4exp_trt.builder.profiles import Profile, optimization_profiles
+from qwen4exp_trt.builder.reporter import Reporter
 from qwen4exp_trt.builder.text_files import TextFiles
 from qwen4exp_trt.builder.verify import check_memory, make_verifier, verify_onnx
-from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.builder.weight_plan import WeightPlan, plan_weights
+from qwen4exp_trt.builder.weight_source import WeightSource, open_weight_source
+from qwen4exp_trt.builder.weight_table import weight_table
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.weights import ResolvedWeights, resolve_weights
+from qwen4exp_trt.frontend.weights import resolve_weights
+from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.passes.verification import Verifier
 from qwen4exp_trt.plugins.registry import op_versions
+from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE, PROGRAM_DIR, CheckpointRef, Manifest
+from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import save_program
+from qwen4exp_trt.runtime.tokenizer import Tokenizer
 from qwen4exp_trt.runtime.trt_module import load_trt
 
 _TOOLS = ("torch", "onnx")
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The checkpoint and how it provides the weights."""
-
-    checkpoint: Checkpoint
-    weights: ResolvedWeights
 
 
 @dataclass(frozen=True)
@@ -55,56 +56,57 @@ class BuildReport:
     set_aside: dict[str, int]
     """How many checkpoint tensors the text model does not use, by what they belong to."""
     onnx_errors: dict[str, float]
-    """Largest relative error of the executed ONNX by precision; empty unless verified."""
+    """Largest relative error of the executed ONNX by activation dtype; empty unless verified."""
 
 
-def plan_bundle(options: PlanOptions, config: ModelConfig) -> Plan:
-    """What the bundle will need on its target."""
-    target = options.engine_target if options.has_engine else None
-    if target is not None and not re.fullmatch(r"sm\d{2,3}", target):
-        raise BuildError(f"--target is {target!r}; it must be a GPU architecture such as {DEFAULT_TARGET}")
-    return make_plan(config, options.limits_for(config), options.precision, target)
+@dataclass(frozen=True)
+class _Job:
+    """What a build knows before it compiles."""
+
+    options: BuildOptions
+    config: ModelConfig
+    limits: EngineLimits
+    text_files: TextFiles
+    trt: ModuleType | None
+    weight_plan: WeightPlan
+    source: WeightSource | None
+    """None without weights."""
+    reporter: Reporter
+
+    @property
+    def quantization(self) -> Quantization:
+        return Quantization(self.weight_plan.formats, self.weight_plan.table_scales)
 
 
-def build_bundle(
-    options: BuildOptions, stage: Stage, show_plan: Callable[[Plan], None] = lambda plan: None
-) -> BuildReport:
-    """Build and write a bundle; ``stage`` is told each step, ``show_plan`` before the costly ones what it will need.
-
-    Nothing stays behind when a step fails.
-    """
+def build_bundle(options: BuildOptions, reporter: Reporter | None = None) -> BuildReport:
+    """Build and write a bundle; ``reporter`` is told what happens. Nothing stays behind when a step fails, but the
+    finished files of converted weights, which the next build finds."""
+    reporter = reporter or Reporter()
     options.check()
     check_output(options.output)
-    stage("config")
+    reporter.stage("config")
     config = options.read_config()
     limits = options.limits_for(config)
     text_files = TextFiles.from_dir(options.text_folder, config)
     trt = _load_trt(options)
-    plan = plan_bundle(options, config)
-    show_plan(plan)
-    source = None
-    if not options.config_only:
-        stage("checkpoint")
-        checkpoint = Checkpoint.open(options.checkpoint)
-        source = _Source(checkpoint, resolve_weights(config, checkpoint))
-    compiled, onnx_errors = _compile(options, config, source, stage)
-    program = compiled.program
-    if source is not None:
-        program = program.map_weight_sources(source.weights.recipes.__getitem__)
-    profiles = optimization_profiles(limits, (*program.inputs, *program.states))
-    engine = None
-    if trt is not None:
-        stage("engine")
-        engine = build_engine(trt, compiled.onnx_model, profiles, options.engine_target)
-        plan = plan.with_activations(engine.activation_bytes)
-    stage("write")
-    with staged_folder(options.output) as folder:
-        _write_files(folder, program, compiled.onnx_model, engine)
-        text_files.copy_to(folder)
-        manifest = _manifest(folder, options, config, limits, source, text_files, compiled, profiles, trt)
-        manifest.save(folder)
-    set_aside = {} if source is None else {kind: len(names) for kind, names in source.weights.set_aside.items()}
-    return BuildReport(manifest, program, plan, set_aside, onnx_errors)
+    with ExitStack() as stack:
+        checkpoint = resolved = None
+        if not options.config_only:
+            reporter.stage("checkpoint")
+            checkpoint = Checkpoint.open(options.checkpoint)
+            resolved = resolve_weights(config, checkpoint)
+        stored = None if resolved is None else resolved.weights
+        reporter.stage("plan")
+        weight_plan = plan_weights(config, stored, options.precision, options.ple_precision, options.keep)
+        plan = plan_bundle(options, config, stored)
+        reporter.show_plan(plan, weight_table(config, weight_plan.choices, options.activation_dtype))
+        source = None
+        if checkpoint is not None:
+            folder = ConvertedFolder(options.converted_dir)
+            source = stack.enter_context(open_weight_source(checkpoint, weight_plan, folder, reporter))
+        job = _Job(options, config, limits, text_files, trt, weight_plan, source, reporter)
+        set_aside = {} if resolved is None else {kind: len(names) for kind, names in resolved.set_aside.items()}
+        return _build(job, plan, set_aside)
 
 
 def _load_trt(options: BuildOptions) -> ModuleType | None:
@@ -116,29 +118,63 @@ def _load_trt(options: BuildOptions) -> ModuleType | None:
     return trt
 
 
-def _compile(
-    options: BuildOptions, config: ModelConfig, source: _Source | None, stage: Stage
-) -> tuple[CompiledProgram, dict[str, float]]:
-    """Compile; with ``--verify`` execute every pass in float32, and the ONNX in both precisions."""
+def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
+    options, reporter = job.options, job.reporter
+    calibration = None if options.calibration is None else _calibrate(job, options.calibration)
+    quantization = job.quantization
+    if calibration is not None:
+        quantization = replace(quantization, input_scales=calibration.scales)
+    compiled, onnx_errors = _compile(job, quantization)
+    program = compiled.program if job.source is None else job.source.resolve(compiled.program)
+    profiles = optimization_profiles(job.limits, (*program.inputs, *program.states))
+    engine = None
+    if job.trt is not None:
+        reporter.stage("engine")
+        engine = build_engine(job.trt, compiled.onnx_model, profiles, options.engine_target)
+        plan = plan.with_activations(engine.activation_bytes)
+    reporter.stage("write")
+    with staged_folder(options.output) as folder:
+        _write_files(folder, program, compiled.onnx_model, engine)
+        job.text_files.copy_to(folder)
+        manifest = _manifest(folder, job, compiled, profiles, calibration)
+        manifest.save(folder)
+    return BuildReport(manifest, program, plan, set_aside, onnx_errors)
+
+
+def _calibrate(job: _Job, path: Path) -> Calibration:
+    """The scales of the activations, of the program as it is with 16-bit ones."""
+    assert job.source is not None and job.options.text_folder is not None
+    text = CalibrationText.read(path, Tokenizer.from_dir(job.options.text_folder))
+    job.reporter.stage("calibrate")
+    program = compile_program(job.config, job.options.export, job.quantization).program
+    program = job.source.resolve(program)
+    weights = load_weights(program.weights, job.source.reader)
+    return calibrate(program, weights, job.limits, text, job.reporter.progress)
+
+
+def _compile(job: _Job, quantization: Quantization) -> tuple[CompiledProgram, dict[str, float]]:
+    """Compile; with ``--verify`` execute every pass in float32, and the ONNX in both activation dtypes."""
+    options, stage = job.options, job.reporter.stage
     if not options.verify:
-        return compile_program(config, options.precision, options.block_size, stage), {}
-    assert source is not None
-    check_memory(config)
-    verifier = make_verifier(config, options.block_size, source.weights, source.checkpoint)
+        return compile_program(job.config, options.export, quantization, stage), {}
+    assert job.source is not None
+    check_memory(job.config)
+    verifier = make_verifier(job.config, options.block_size, job.source.tensor)
     errors: dict[str, float] = {}
 
-    def compile_verified(precision: str, pass_verifier: Verifier | None) -> CompiledProgram:
+    def compile_verified(dtype: str, pass_verifier: Verifier | None) -> CompiledProgram:
+        export = replace(options.export, activation_dtype=dtype)
         compiled = compile_program(
-            config, precision, options.block_size, lambda name: stage(f"{name} ({precision})"), pass_verifier
+            job.config, export, quantization, lambda name: stage(f"{name} ({dtype})"), pass_verifier
         )
-        stage(f"run onnx ({precision})")
-        errors[precision] = verify_onnx(compiled.program, compiled.onnx_model, verifier)
+        stage(f"run onnx ({dtype})")
+        errors[dtype] = verify_onnx(compiled.program, compiled.onnx_model, verifier)
         return compiled
 
     verified = compile_verified("float32", verifier)
-    if options.precision == "float32":
+    if options.activation_dtype == "float32":
         return verified, errors
-    return replace(compile_verified(options.precision, None), passes=verified.passes), errors
+    return replace(compile_verified(options.activation_dtype, None), passes=verified.passes), errors
 
 
 def _write_files(folder: Path, program: Program, model: onnx.ModelProto, engine: EngineBuild | None) -> None:
@@ -151,31 +187,28 @@ def _write_files(folder: Path, program: Program, model: onnx.ModelProto, engine:
 
 
 def _manifest(
-    folder: Path,
-    options: BuildOptions,
-    config: ModelConfig,
-    limits: EngineLimits,
-    source: _Source | None,
-    text_files: TextFiles,
-    compiled: CompiledProgram,
-    profiles: dict[str, Profile],
-    trt: ModuleType | None,
+    folder: Path, job: _Job, compiled: CompiledProgram, profiles: dict[str, Profile], calibration: Calibration | None
 ) -> Manifest:
+    options, source = job.options, job.source
     tools = {"python": platform.python_version()} | {name: version(name) for name in _TOOLS}
-    if trt is not None:
-        tools[trt.__name__] = trt.__version__
-    checkpoint = None
-    if source is not None:
-        checkpoint = CheckpointRef(str(source.checkpoint.path.resolve()), source.checkpoint.identity())
+    if job.trt is not None:
+        tools[job.trt.__name__] = job.trt.__version__
+    table = weight_table(job.config, job.weight_plan.choices, options.activation_dtype)
     return Manifest(
-        config=config.to_dict(),
+        config=job.config.to_dict(),
         precision=options.precision,
+        ple_precision=options.ple_precision,
+        activation_dtype=options.activation_dtype,
+        kv_cache_dtype=options.kv_dtype,
+        weights=[asdict(row) for row in table],
+        calibration=calibration,
         target=options.engine_target if options.has_engine else None,
         backend=options.backend if options.has_engine else None,
-        limits=limits,
-        vocab_size=config.vocab_size,
-        stop_token_ids=text_files.stop_token_ids,
-        checkpoint=checkpoint,
+        limits=job.limits,
+        vocab_size=job.config.vocab_size,
+        stop_token_ids=job.text_files.stop_token_ids,
+        checkpoint=None if source is None else CheckpointRef.of(source.checkpoint),
+        converted=None if source is None or source.converted is None else CheckpointRef.of(source.converted),
         plugins=op_versions(),
         profiles={name: {tensor: list(shapes) for tensor, shapes in p.items()} for name, p in profiles.items()},
         passes=[asdict(result) for result in compiled.passes],

@@ -11,12 +11,22 @@ from qwen4exp_trt.builder.lower import lower_program
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager, PassResult
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import Verifier
 from qwen4exp_trt.runtime.program import Program
 
 Stage = Callable[[str], None]
 """Called with the name of each stage as it begins."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What of a build's options the trace depends on."""
+
+    activation_dtype: str
+    kv_cache_dtype: str
+    """The activation dtype or ``float8_e4m3fn``."""
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -30,15 +40,15 @@ class CompiledProgram:
 
 def compile_program(
     config: ModelConfig,
-    precision: str,
-    block_size: int,
-    stage: Stage,
+    options: ExportOptions,
+    quantization: Quantization,
+    stage: Stage = lambda name: None,
     verifier: Verifier | None = None,
 ) -> CompiledProgram:
     """Trace, transform and lower. ``verifier`` executes the program before and after each pass."""
     stage("export")
-    program = export_program(config, precision, block_size)
+    program = export_program(config, options.activation_dtype, options.block_size, options.kv_cache_dtype)
     stage("passes")
-    program, results = PassManager(PIPELINE, verifier).run(program)
+    program, results = PassManager(make_pipeline(quantization), verifier).run(program)
     stage("lower")
     return CompiledProgram(program, lower_program(program), results)

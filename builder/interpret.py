@@ -1,4 +1,4 @@
-"""Executes the ONNX that `builder.lower` writes: standard ops on torch, plugin nodes on the ``q4e`` ops themselves."""
+"""Executes the ONNX that `builder.lower` writes: plugin nodes on the ``q4e`` ops, all others on torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import torch
 from onnx import helper
 from torch import Tensor
 
-from qwen4exp_trt.builder.onnx_graph import TORCH_DTYPES, tensor_from_proto
+from qwen4exp_trt.builder.onnx_graph import ONNX_DTYPES, TORCH_DTYPES, TRT_DOMAIN, tensor_from_proto
 from qwen4exp_trt.errors import BuildError
-from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.plugins.number_formats import (
+    E2M1_VALUES,
+    NVFP4_BLOCK,
+    quantize_nvfp4_activations,
+    unpack_e2m1,
+)
+from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec
 
 
@@ -22,7 +28,7 @@ class OnnxProgram:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.graph = model.graph
         self.constants = {proto.name: tensor_from_proto(proto) for proto in self.graph.initializer}
-        self.plugins = {spec.onnx_op_type: spec for spec in all_specs().values()}
+        self.plugins = {spec.onnx_op_type: spec for spec in plugin_specs().values()}
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Execute by name on metadata, states and weights; returns every graph output.
@@ -43,10 +49,11 @@ class OnnxProgram:
         attrs = {attr.name: helper.get_attribute_value(attr) for attr in node.attribute}
         if node.domain == NAMESPACE and node.op_type in self.plugins:
             return _run_plugin(self.plugins[node.op_type], operands, attrs)
-        if node.domain or node.op_type not in ONNX_TO_TORCH:
-            op = f"{node.domain or 'ai.onnx'}::{node.op_type}"
+        op = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+        if op not in ONNX_TO_TORCH:
+            op = op if node.domain else f"ai.onnx::{op}"
             raise BuildError(f"node {node.name}: the interpreter does not know the op {op}; add it to interpret.py")
-        results = ONNX_TO_TORCH[node.op_type](*operands, **attrs)
+        results = ONNX_TO_TORCH[op](*operands, **attrs)
         return [results] if isinstance(results, Tensor) else results
 
 
@@ -84,10 +91,24 @@ def _divide(a: Tensor, b: Tensor) -> Tensor:
     return a / b
 
 
+def _dequantize_linear(x: Tensor, scale: Tensor, axis: int = -1, block_size: int = 0) -> Tensor:
+    """With one scale, or with one for each block of the last dim."""
+    assert axis == -1, axis
+    values = torch.tensor(E2M1_VALUES)[unpack_e2m1(x).int()] if x.dtype == torch.float4_e2m1fn_x2 else x.float()
+    return values * (scale.repeat_interleave(block_size, -1) if block_size else scale)
+
+
+def _dynamic_quantize(x: Tensor, scale: Tensor, axis: int, block_size: int, scale_type: int) -> tuple[Tensor, Tensor]:
+    assert (axis, block_size, scale_type) == (-1, NVFP4_BLOCK, ONNX_DTYPES[torch.float8_e4m3fn])
+    packed, block_scales = quantize_nvfp4_activations(x, scale.item())
+    return packed.view(torch.float4_e2m1fn_x2), block_scales
+
+
 ONNX_TO_TORCH: dict[str, Callable[..., Tensor | Sequence[Tensor]]] = {
     "Add": torch.add,
     "Cast": lambda x, to: x.to(TORCH_DTYPES[to]),
     "Concat": lambda *parts, axis: torch.cat(parts, axis),
+    "DequantizeLinear": _dequantize_linear,
     "Div": _divide,
     "Gather": _gather,
     "Gemm": _gemm,
@@ -96,5 +117,7 @@ ONNX_TO_TORCH: dict[str, Callable[..., Tensor | Sequence[Tensor]]] = {
     "Sigmoid": torch.sigmoid,
     "Swish": torch.nn.functional.silu,
     "Unsqueeze": _unsqueeze,
+    f"{TRT_DOMAIN}::TRT_FP4DynamicQuantize": _dynamic_quantize,
 }
-"""ONNX op -> torch function of (operands, **attributes), for every op that the lowering writes."""
+"""ONNX op (with its domain, unless it is a standard one) -> torch function of (operands, **attributes), for every op
+that the lowering writes."""

@@ -1,4 +1,5 @@
-"""Lowers a `Program` to ONNX: ATen ops by the table, ``q4e`` ops to plugin nodes, mutated states to aliased outputs.
+"""Lowers a `Program` to ONNX: ATen and native ops by their tables, other ``q4e`` ops to plugin nodes, mutated states to
+aliased outputs.
 
 A state is a graph input. The node that updates it gets one more output, the updated state, which TensorRT aliases to
 the input; whoever reads the state later reads that output. Weights are graph inputs too: a model holds
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 from qwen4exp_trt.builder.aten_ops import ATEN_TO_ONNX, Site
+from qwen4exp_trt.builder.native_ops import NATIVE_TO_ONNX
 from qwen4exp_trt.builder.onnx_graph import OnnxGraph, value_info
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.plugins.registry import spec_of
@@ -61,16 +63,17 @@ class _ProgramLowering:
         path = path_from_identifier(node.name)
         spec = spec_of(node.target)
         outputs = self._declare_values(node)
-        if spec is not None:
+        if spec is not None and not spec.is_native:
             self._lower_plugin(node, path, spec, outputs)
-        elif node.target in ATEN_TO_ONNX:
-            site = Site(self.graph, node, path, outputs, lambda operand: self._read(operand, path))
-            ATEN_TO_ONNX[node.target](site, *node.args, **node.kwargs)
-        else:
+            return
+        lowering = ATEN_TO_ONNX.get(node.target) if spec is None else NATIVE_TO_ONNX[spec.name]
+        if lowering is None:
             raise BuildError(
                 f"{path}: the op {node.target} cannot be lowered to ONNX; rewrite it in a pass, or add it to "
                 f"runtime/program_text.py, builder/aten_ops.py and builder/interpret.py"
             )
+        site = Site(self.graph, node, path, outputs, lambda operand: self._read(operand, path))
+        lowering(site, *node.args, **node.kwargs)
 
     def _lower_plugin(self, node: fx.Node, path: str, spec: OpSpec, outputs: list[str]) -> None:
         operands, attrs = spec.split_args(node.args)

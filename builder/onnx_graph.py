@@ -18,6 +18,10 @@ OPSET = 24
 
 PLUGIN_OPSET = 1
 
+TRT_DOMAIN = "trt"
+"""Of the ops that TensorRT's parser adds to the standard ones."""
+TRT_OPSET = 1
+
 ONNX_DTYPES = {
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.float32: TensorProto.FLOAT,
@@ -66,7 +70,8 @@ class OnnxGraph:
         graph = helper.make_graph(
             self.nodes, name, self.inputs, self.outputs, initializer=self.constants, value_info=self.values
         )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(NAMESPACE, PLUGIN_OPSET)]
+        versions = {"": OPSET, NAMESPACE: PLUGIN_OPSET, TRT_DOMAIN: TRT_OPSET}
+        opsets = [helper.make_opsetid(domain, opset_version) for domain, opset_version in versions.items()]
         ir_version = helper.find_min_ir_version_for(opsets, ignore_unknown=True)
         return helper.make_model(graph, opset_imports=opsets, ir_version=ir_version, producer_name="qwen4exp-trt")
 

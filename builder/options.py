@@ -5,12 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from qwen4exp_trt.builder.compile import ExportOptions
+from qwen4exp_trt.builder.plan import PleResidency
+from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.limits import EngineLimits
 
-PRECISIONS = ("bfloat16", "float32")
+ACTIVATION_DTYPES = ("bfloat16", "float32")
+KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn"}
+"""Choice -> dtype; ``auto`` is that of the activations."""
+PLE_RESIDENCIES = tuple(PleResidency)
+W4A4 = "nvfp4-w4a4"
 DEFAULT_TARGET = "sm121"
+DEFAULT_WEIGHTS_DIR = "converted-weights"
 DEFAULT_PREFILL_CHUNK = 2048
 DEFAULT_BLOCK_SIZE = 64
 
@@ -25,7 +33,15 @@ class PlanOptions:
     checkpoint: Path
     target: str | None = None
     """None for `DEFAULT_TARGET`, or where there is no engine."""
-    precision: str = "bfloat16"
+    precision: str = "checkpoint"
+    """The format of the weights: one of `PRECISIONS`."""
+    ple: str | None = None
+    """The format of the n-gram table, one of `PLE_PRECISIONS`; None for bf16 if all weights are, else checkpoint."""
+    keep: tuple[str, ...] = ()
+    """Shell patterns of canonical names of weights that stay as the checkpoint has them."""
+    activation_dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    ple_residency: str = PleResidency.DEVICE
     max_batch_size: int = 8
     max_seq_len: int | None = None
     """None for the model's own limit."""
@@ -35,8 +51,22 @@ class PlanOptions:
 
     @property
     def has_engine(self) -> bool:
-        """A float32 bundle serves verification by the eager backend only."""
-        return self.precision != "float32"
+        """Float32 activations serve verification by the eager backend only."""
+        return self.activation_dtype != "float32"
+
+    @property
+    def ple_precision(self) -> str:
+        return self.ple or ("bf16" if self.precision == "bf16" else "checkpoint")
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the KV cache."""
+        dtype = KV_CACHE_DTYPES[self.kv_cache_dtype]
+        return self.activation_dtype if dtype == "auto" else dtype
+
+    @property
+    def export(self) -> ExportOptions:
+        return ExportOptions(self.activation_dtype, KV_CACHE_DTYPES[self.kv_cache_dtype], self.block_size)
 
     @property
     def engine_target(self) -> str:
@@ -70,10 +100,20 @@ class PlanOptions:
 
     def check(self) -> None:
         """`BuildError` for options that are impossible or contradict each other."""
-        if self.precision not in PRECISIONS:
-            raise BuildError(f"--precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)}")
+        for option, value, choices in (
+            ("--precision", self.precision, PRECISIONS),
+            ("--ple", self.ple_precision, PLE_PRECISIONS),
+            ("--activation-dtype", self.activation_dtype, ACTIVATION_DTYPES),
+            ("--kv-cache-dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES)),
+            ("--ple-residency", self.ple_residency, PLE_RESIDENCIES),
+        ):
+            if value not in choices:
+                raise BuildError(f"{option} is {value!r}; it must be one of {', '.join(choices)}")
         if self.target is not None and not self.has_engine:
-            raise BuildError(f"--target is {self.target!r}, but a {self.precision} bundle has no engine; leave it out")
+            raise BuildError(
+                f"--target is {self.target!r}, but a bundle with {self.activation_dtype} activations has no engine; "
+                "leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +123,29 @@ class BuildOptions(PlanOptions):
     output: Path
     backend: str = "tensorrt-rtx"
     verify: bool = False
+    weights_dir: Path | None = None
+    """Where converted weights are; None for `DEFAULT_WEIGHTS_DIR` beside the bundle."""
+    calibration: Path | None = None
+    """The text whose activations give the scales that `W4A4` needs."""
+
+    @property
+    def converted_dir(self) -> Path:
+        return self.output.parent / DEFAULT_WEIGHTS_DIR if self.weights_dir is None else self.weights_dir
 
     def check(self) -> None:
         super().check()
+        if self.ple_residency != PleResidency.DEVICE:
+            raise BuildError(
+                f"--ple-residency {self.ple_residency} is for --plan: the runtime of this version keeps the n-gram "
+                "table on the device"
+            )
         if self.verify and self.config_only:
             raise BuildError("--verify executes the program with its weights, which --config-only does not read")
+        if self.precision == W4A4 and self.config_only:
+            raise BuildError(f"--precision {W4A4} runs the model on a text, for which --config-only has no weights")
+        if (self.calibration is not None) != (self.precision == W4A4):
+            found = "is missing" if self.calibration is None else f"is given with --precision {self.precision}"
+            raise BuildError(
+                f"--calibration {found}; give a text for --precision {W4A4}, and only for that: its activations are "
+                "quantized with scales that are measured on the text"
+            )

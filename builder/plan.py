@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from qwen4exp_trt.builder.weight_formats import Component, Formats, WeightGroup, weight_groups
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.states import state_specs
+from qwen4exp_trt.frontend.states import draft_row_bytes, state_specs
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES, StateKind, StateSpec
 
@@ -24,11 +25,75 @@ class Device:
     """What a process can have of its memory while the system runs."""
     bytes_per_second: float
     """Of reading memory, as published measurements reached it."""
+    is_unified: bool
+    """Whether the host's memory is the same."""
 
 
-DEVICES = {"sm121": Device("GB10", usable_bytes=114 * 2**30, bytes_per_second=233e9)}
+DEVICES = {"sm121": Device("GB10", usable_bytes=114 * 2**30, bytes_per_second=233e9, is_unified=True)}
 """By GPU architecture. A GB10 shows 121.6 GiB, of which 114 to 117 can be used, and its memory runs at 273 GB/s, of
 which published measurements reach 231 to 234."""
+
+
+class PleResidency(StrEnum):
+    """Where the n-gram table is."""
+
+    DEVICE = "device"
+    HOST = "host"
+    """In mapped memory of the host: on a device of unified memory the same bytes."""
+    DISK = "disk"
+    """Only the rows of one step are in the device's memory."""
+
+
+FormatPolicy = Callable[[str, str], Formats]
+"""The formats of the weights for the names of a precision and of a format of the n-gram table."""
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """The intermediate tensors of a step."""
+
+    num_bytes: int
+    is_estimate: bool
+    """False when the build of the engine told it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """All that decides about a plan."""
+
+    config: ModelConfig
+    limits: EngineLimits
+    target: str | None
+    """None for a bundle without an engine."""
+    precision: str
+    ple: str
+    choose_formats: FormatPolicy
+    """Is asked for the formats of ``precision`` and ``ple``, and when something has to become smaller, of others."""
+    activations: ActivationMemory
+    activation_dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    """``auto`` for the activation dtype."""
+    ple_residency: PleResidency = PleResidency.DEVICE
+
+    @property
+    def device(self) -> Device | None:
+        """The target, if its memory and bandwidth are known."""
+        return None if self.target is None else DEVICES.get(self.target)
+
+    @property
+    def has_resident_table(self) -> bool:
+        """Whether the n-gram table takes memory of the device, or of the only memory that is known of."""
+        if self.ple_residency is PleResidency.HOST:
+            return self.device is None or self.device.is_unified
+        return self.ple_residency is PleResidency.DEVICE
+
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype of the KV cache."""
+        return self.activation_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        return state_specs(self.config, self.activation_dtype, self.limits.block_size, self.kv_cache_dtype)
 
 
 @dataclass(frozen=True)
@@ -44,53 +109,58 @@ class StateUse:
 class Plan:
     """All bytes are those of the limits: ``max_batch_size`` sequences of ``max_seq_len`` tokens."""
 
-    target: str | None
-    """None for a bundle without an engine."""
-    precision: str
-    limits: EngineLimits
+    request: PlanRequest
     weights: tuple[WeightGroup, ...]
     states: Mapping[StateKind, StateUse]
-    page_bytes: int
-    """Of the paged states for ``limits.block_size`` tokens of one sequence."""
-    logits_row_bytes: int
-    activation_bytes: int | None = None
-    """None before TensorRT has said it."""
+    draft_bytes: int
+    """What a sequence keeps so that any number of its `DRAFT_ROWS` rows can be accepted."""
 
     @property
     def device(self) -> Device | None:
-        """The target, if its memory and bandwidth are known."""
-        return None if self.target is None else DEVICES.get(self.target)
+        return self.request.device
 
     @property
     def weight_bytes(self) -> int:
-        return sum(group.num_bytes for group in self.weights)
+        """Of the resident weights."""
+        return sum(group.num_bytes for group in self.weights if self.is_resident(group))
+
+    def is_resident(self, group: WeightGroup) -> bool:
+        return group.component is not Component.NGRAM_TABLE or self.request.has_resident_table
 
     @property
     def ngram_table_bytes(self) -> int:
-        return sum(group.num_bytes for group in self.weights if group.component is Component.NGRAM_TABLE)
+        """Of the n-gram table, wherever it is."""
+        return sum(group.num_bytes for group in self._table)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Rows of the n-gram table that the largest step reads from disk."""
+        if self.request.ple_residency is not PleResidency.DISK:
+            return 0
+        return self.request.limits.max_step_tokens * sum(group.read_bytes for group in self._table)
+
+    @property
+    def _table(self) -> list[WeightGroup]:
+        return [group for group in self.weights if group.component is Component.NGRAM_TABLE]
 
     @property
     def sequence_bytes(self) -> int:
-        """States of one sequence."""
-        return sum(use.num_bytes for use in self.states.values())
+        """States of one sequence, with what taking back draft tokens needs."""
+        return sum(use.num_bytes for use in self.states.values()) + self.draft_bytes
 
     @property
     def state_bytes(self) -> int:
-        return self.limits.max_batch_size * self.sequence_bytes
+        return self.request.limits.max_batch_size * self.sequence_bytes
 
     @property
     def logits_bytes(self) -> int:
-        return self.limits.max_logits_rows * self.logits_row_bytes
+        row_bytes = self.request.config.vocab_size * DTYPE_BYTES[self.request.activation_dtype]
+        return self.request.limits.max_logits_rows * row_bytes
 
     @property
     def total_bytes(self) -> int:
-        """Without activation memory as long as that is unknown."""
-        return self._fixed_bytes + self.state_bytes + self.logits_bytes
-
-    @property
-    def _fixed_bytes(self) -> int:
-        """What no limit changes; activation memory follows the prefill chunk, but nobody can say how."""
-        return self.weight_bytes + RESERVE_BYTES + (self.activation_bytes or 0)
+        step_bytes = self.staged_bytes + self.logits_bytes + self.request.activations.num_bytes
+        return self.weight_bytes + self.state_bytes + step_bytes + RESERVE_BYTES
 
     @property
     def token_bytes(self) -> int:
@@ -108,49 +178,35 @@ class Plan:
         """How far the total exceeds the target's memory; 0 if it fits or if that is unknown."""
         return 0 if self.device is None else max(0, self.total_bytes - self.device.usable_bytes)
 
-    @property
-    def fitting_limits(self) -> dict[str, int]:
-        """Limits of which each alone, lowered that far, makes the plan fit; none if the weights are too large."""
-        if self.device is None:
-            return {}
-        room, batch = self.device.usable_bytes - self._fixed_bytes, self.limits.max_batch_size
-        logits = DRAFT_ROWS * self.logits_row_bytes
-        paged_bytes = self.limits.blocks_per_seq * self.page_bytes
-        pages = (room // batch - logits - (self.sequence_bytes - paged_bytes)) // max(self.page_bytes, 1)
-        fitting = {
-            "max_seq_len": min(pages * self.limits.block_size, self.limits.max_seq_len),
-            "max_batch_size": min(room // (self.sequence_bytes + logits), batch),
-        }
-        return {name: value for name, value in fitting.items() if value > 0}
-
     def with_activations(self, activation_bytes: int | None) -> Plan:
-        return replace(self, activation_bytes=activation_bytes)
+        """With what the engine's build told; if it told nothing, the same."""
+        if activation_bytes is None:
+            return self
+        activations = ActivationMemory(activation_bytes, is_estimate=False)
+        return replace(self, request=replace(self.request, activations=activations))
 
 
-def make_plan(
-    config: ModelConfig, limits: EngineLimits, precision: str, target: str | None, formats: Formats | None = None
-) -> Plan:
-    """The plan of a build; ``formats`` are those of components that the precision does not decide."""
-    specs = state_specs(config, precision, limits.block_size)
+def make_plan(request: PlanRequest) -> Plan:
+    """The plan of a build, or of one that could be asked for instead."""
+    specs = request.state_specs()
     states: dict[StateKind, StateUse] = {}
     for spec in specs:
-        use, old = _state_use(config, limits, spec), states.get(spec.kind, StateUse(0, 0))
+        use, old = _state_use(request, spec), states.get(spec.kind, StateUse(0, 0))
         states[spec.kind] = StateUse(old.num_bytes + use.num_bytes, old.token_bytes + use.token_bytes)
+    formats = request.choose_formats(request.precision, request.ple)
     return Plan(
-        target=target,
-        precision=precision,
-        limits=limits,
-        weights=weight_groups(config, precision, formats or {}),
+        request=request,
+        weights=weight_groups(request.config, formats, request.activation_dtype),
         states=states,
-        page_bytes=sum(spec.row_bytes for spec in specs if spec.is_paged),
-        logits_row_bytes=config.vocab_size * DTYPE_BYTES[precision],
+        draft_bytes=DRAFT_ROWS * sum(map(draft_row_bytes, specs)),
     )
 
 
-def _state_use(config: ModelConfig, limits: EngineLimits, spec: StateSpec) -> StateUse:
+def _state_use(request: PlanRequest, spec: StateSpec) -> StateUse:
     """Per-sequence states are read and written; of the KV cache a token reads what it selects, of index keys all."""
     if not spec.is_paged:
         return StateUse(spec.row_bytes, 2 * spec.row_bytes)
+    config, limits = request.config, request.limits
     tokens = limits.max_seq_len
     if spec.kind is StateKind.KV_CACHE and config.indexer_budget is not None:
         assert config.indexer_compress_ratio is not None

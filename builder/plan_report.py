@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from qwen4exp_trt.builder.plan import RESERVE_BYTES, Plan
+from qwen4exp_trt.builder.plan_moves import MOVES, Move, fitting_moves
+from qwen4exp_trt.builder.weight_formats import WeightGroup
+from qwen4exp_trt.runtime.limits import DRAFT_ROWS
+from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 _NAME_WIDTH = 22
 _SIZE_WIDTH = 14
@@ -20,70 +24,84 @@ def describe_total(plan: Plan) -> str:
     return ", ".join(filter(None, (size(plan.total_bytes), _verdict(plan))))
 
 
-def describe_misfit(plan: Plan) -> str | None:
-    """What exceeds the target's memory and what would fit; None for a plan that fits or an unknown target."""
+def describe_misfit(plan: Plan, moves: Sequence[Move] = MOVES) -> str | None:
+    """What exceeds the target's memory, and which of ``moves`` help; None for a plan that fits or an unknown target."""
     if plan.device is None or not plan.missing_bytes:
         return None
-    options = " or ".join(f"--{name.replace('_', '-')} {value}" for name, value in plan.fitting_limits.items())
-    advice = f"it fits with {options}" if options else "with these weights no context and no batch size fits"
+    options = ", or with ".join(" and ".join(combination) for combination in fitting_moves(plan.request, moves))
+    advice = f"it fits with {options}" if options else "all options that save memory together do not make it fit"
     return (
-        f"{plan.precision} needs {size(plan.total_bytes)} ({size(plan.weight_bytes)} of it weights), "
+        f"precision {plan.request.precision} needs {size(plan.total_bytes)} ({size(plan.weight_bytes)} of it weights), "
         f"{size(plan.missing_bytes)} more than the {size(plan.device.usable_bytes)} that are usable on a "
         f"{plan.device.name}; {advice}"
     )
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    target = "no engine" if plan.target is None else plan.target
+    request = plan.request
+    target = "no engine" if request.target is None else request.target
     name = target if plan.device is None else f"{target} ({plan.device.name})"
-    batch = plan.limits.max_batch_size
-    limits = f"{batch} sequence{'s' * (batch > 1)} of {plan.limits.max_seq_len:,} tokens"
-    yield f"{'plan':<{_NAME_WIDTH}}  {name}, {plan.precision}, {limits}"
+    batch = request.limits.max_batch_size
+    limits = f"{batch} sequence{'s' * (batch > 1)} of {request.limits.max_seq_len:,} tokens"
+    dtypes = f"activations {request.activation_dtype}, KV cache {request.kv_dtype}"
+    table = f"n-gram table {request.ple} on {request.ple_residency}, " if plan.ngram_table_bytes else ""
+    yield _row("plan", f"{name}, {limits}")
+    yield _row("options", f"precision {request.precision}, {table}{dtypes}")
 
 
 def _weight_lines(plan: Plan) -> Iterator[str]:
     yield _line("weights", "resident", "read a token", "format")
     for group in plan.weights:
-        yield _line(f"  {group.component}", size(group.num_bytes), traffic(group.read_bytes), group.format.name)
+        resident = group.num_bytes if plan.is_resident(group) else 0
+        yield _line(f"  {group.component}", size(resident), traffic(group.read_bytes), _format_remark(plan, group))
     yield _line("  in all", size(plan.weight_bytes), traffic(sum(group.read_bytes for group in plan.weights)))
+
+
+def _format_remark(plan: Plan, group: WeightGroup) -> str:
+    name = plan.request.activation_dtype if group.format is WeightFormat.FLOAT else group.format
+    return name if plan.is_resident(group) else f"{name}, {size(group.num_bytes)} on {plan.request.ple_residency}"
 
 
 def _state_lines(plan: Plan) -> Iterator[str]:
     yield _line("states", "of a sequence", "moved a token")
     for kind, use in plan.states.items():
         yield _line(f"  {kind}", size(use.num_bytes), traffic(use.token_bytes))
+    yield _line("  draft verification", size(plan.draft_bytes), "", f"to accept any number of {DRAFT_ROWS} rows")
     yield _line("  in all", size(plan.sequence_bytes), traffic(sum(use.token_bytes for use in plan.states.values())))
 
 
 def _memory_lines(plan: Plan) -> Iterator[str]:
+    activations = plan.request.activations
     yield "memory"
     yield _line("  weights", size(plan.weight_bytes))
+    if plan.staged_bytes:
+        yield _line("  n-gram rows", size(plan.staged_bytes), "", "of one step, from disk")
     yield _line("  states", size(plan.state_bytes))
     yield _line("  logits", size(plan.logits_bytes))
-    if plan.activation_bytes is None:
-        yield _line("  activations", "not yet known", "", "the engine build tells")
-    else:
-        yield _line("  activations", size(plan.activation_bytes))
+    remark = "an estimate; the engine build tells" if activations.is_estimate else "of the engine"
+    yield _line("  activations", size(activations.num_bytes), "", remark)
     yield _line("  reserve", size(RESERVE_BYTES), "", "CUDA context, engine, buffers of a step")
     yield _line("  in all", size(plan.total_bytes), "", _verdict(plan))
 
 
 def _tail(plan: Plan) -> Iterator[str]:
-    if plan.ngram_table_bytes:
-        yield f"{'n-gram table':<{_NAME_WIDTH}}  on the device, whole: this version has no other place for it"
-    decode = f"{traffic(plan.token_bytes)} for a token of one sequence at {plan.limits.max_seq_len:,} tokens"
+    decode = f"{traffic(plan.token_bytes)} for a token of one sequence at {plan.request.limits.max_seq_len:,} tokens"
     if plan.device is not None and plan.decode_rate is not None:
         bandwidth = f"the {plan.device.bytes_per_second / 1e9:.0f} GB/s that others measured on a {plan.device.name}"
         decode = f"at most {plan.decode_rate:,.1f} tokens/s: {decode}, over {bandwidth}"
-    yield f"{'decode':<{_NAME_WIDTH}}  {decode}"
+    yield _row("decode", decode)
 
 
 def _verdict(plan: Plan) -> str:
-    if plan.target is None:
+    if plan.request.target is None:
         return ""
     if plan.device is None:
-        return f"the memory of {plan.target} is not known"
+        return f"the memory of {plan.request.target} is not known"
     return f"{'does not fit' if plan.missing_bytes else 'fits'}: {size(plan.device.usable_bytes)} usable"
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<{_NAME_WIDTH}}  {text}"
 
 
 def _line(name: str, first: str, second: str = "", remark: str = "") -> str:

@@ -6,16 +6,15 @@ import math
 from pathlib import Path
 
 import onnx
-import torch
 
 from qwen4exp_trt.builder.interpret import OnnxProgram
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.weights import ResolvedWeights, expected_weights
+from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.passes.verification import Verifier, batch_samples, initial_states, relative_error
-from qwen4exp_trt.runtime.checkpoint import Checkpoint
-from qwen4exp_trt.runtime.materialize import materialize, materialize_weight
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.tensor_source import TensorFunction
 
 ONNX_TOLERANCE = 1e-5
 """Relative RMS bound in either precision: every ONNX op rounds where the program's op does."""
@@ -41,12 +40,8 @@ def _available_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
-def make_verifier(config: ModelConfig, block_size: int, weights: ResolvedWeights, checkpoint: Checkpoint) -> Verifier:
-    """A verifier of programs whose recipes name canonical weights, on the checkpoint's values."""
-
-    def source(name: str) -> torch.Tensor:
-        return materialize(weights.recipes[name], checkpoint.tensor)
-
+def make_verifier(config: ModelConfig, block_size: int, source: TensorFunction) -> Verifier:
+    """A verifier of programs whose recipes name what ``source`` gives."""
     return Verifier(batch_samples(config.vocab_size, block_size, config.indexer_budget or 1), source)
 
 

@@ -8,38 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
+from functools import cache
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import Shape, expected_weights
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, NVFP4_BLOCK
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES
+from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
+Formats = Mapping[str, WeightFormat]
+"""Canonical name -> format; a weight that is not in it is `WeightFormat.FLOAT`."""
 
-@dataclass(frozen=True)
-class WeightFormat:
-    """How the elements of a matrix and their scales are stored."""
+BITS_OF_FORMAT = {
+    WeightFormat.FP8: Fraction(8),
+    WeightFormat.FP8_BLOCKS: Fraction(8),
+    WeightFormat.NVFP4: 4 + Fraction(8, NVFP4_BLOCK),
+}
+"""Of an element with its share of an E4M3 block scale; float32 scales come on top (`_num_scales`), and a float's size
+is that of the activation dtype."""
 
-    name: str
-    bits: int
-    """Of an element."""
-    block: tuple[int, int] = (1, 1)
-    """Rows and columns that share a block scale."""
-    block_scale_bytes: int = 0
-    matrix_scale_bytes: int = 0
-
-    def num_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of one matrix."""
-        blocks = -(-rows // self.block[0]) * -(-columns // self.block[1])
-        return -(-rows * columns * self.bits // 8) + blocks * self.block_scale_bytes + self.matrix_scale_bytes
-
-
-BF16 = WeightFormat("bfloat16", 16)
-FLOAT32 = WeightFormat("float32", 32)
-FP8 = WeightFormat("fp8", 8, matrix_scale_bytes=2)
-FP8_BLOCKS = WeightFormat("fp8 blocks", 8, block=(FP8_BLOCK, FP8_BLOCK), block_scale_bytes=2)
-NVFP4 = WeightFormat("nvfp4", 4, block=(1, NVFP4_BLOCK), block_scale_bytes=1, matrix_scale_bytes=4)
-
-FORMAT_OF_PRECISION = {"bfloat16": BF16, "float32": FLOAT32}
-"""How a precision stores whatever no other format is asked for."""
+_SCALE_BYTES = DTYPE_BYTES["float32"]
 
 
 class Component(StrEnum):
@@ -73,12 +61,6 @@ _COMPONENT_OF = {
 }
 """The first pattern that a canonical name matches says what the weight belongs to."""
 
-_NEVER_CONVERTED = re.compile(r"conv1d|in_proj_[ab]\.|shared_expert_gate")
-"""Matrices by their shape that keep the precision's own format, as vectors do."""
-
-Formats = Mapping[Component, WeightFormat]
-"""The format of the matrices of a component, where it is not the precision's own."""
-
 
 @dataclass(frozen=True)
 class WeightGroup:
@@ -92,22 +74,28 @@ class WeightGroup:
     """What decoding one token of one sequence reads of them."""
 
 
-def weight_groups(config: ModelConfig, precision: str, formats: Formats) -> tuple[WeightGroup, ...]:
-    """Every weight of the model, in the order of `Component`."""
+@dataclass(frozen=True)
+class _Weight:
+    """What of a canonical weight does not depend on its format."""
+
+    name: str
+    shape: Shape
+    component: Component
+    share_read: Fraction
+    """Of what one token reads."""
+
+
+def weight_groups(config: ModelConfig, formats: Formats, activation_dtype: str) -> tuple[WeightGroup, ...]:
+    """Every weight of the model by component and format, in the order of these enums."""
     sums: dict[tuple[Component, WeightFormat], list[int]] = {}
-    own_format = FORMAT_OF_PRECISION[precision]
-    for name, shape in expected_weights(config).items():
-        component = component_of(name)
-        is_matrix = len(shape) > 1 and not _NEVER_CONVERTED.search(name)
-        weight_format = formats.get(component, own_format) if is_matrix else own_format
-        count, rows, columns = _matrices(name, shape)
-        num_bytes = count * weight_format.num_bytes(rows, columns)
-        read_bytes = int(num_bytes * _share_read(config, component, shape))
-        total = sums.setdefault((component, weight_format), [0, 0, 0])
-        for index, amount in enumerate((math.prod(shape), num_bytes, read_bytes)):
+    for weight in _weights(config):
+        weight_format = formats.get(weight.name, WeightFormat.FLOAT)
+        num_bytes = _num_bytes(config, weight, weight_format, activation_dtype)
+        total = sums.setdefault((weight.component, weight_format), [0, 0, 0])
+        for index, amount in enumerate((math.prod(weight.shape), num_bytes, int(num_bytes * weight.share_read))):
             total[index] += amount
-    order = list(Component)
-    return tuple(WeightGroup(*key, *sums[key]) for key in sorted(sums, key=lambda key: order.index(key[0])))
+    keys = ((component, weight_format) for component in Component for weight_format in WeightFormat)
+    return tuple(WeightGroup(*key, *sums[key]) for key in keys if key in sums)
 
 
 def component_of(name: str) -> Component:
@@ -115,11 +103,13 @@ def component_of(name: str) -> Component:
     return next(component for component, pattern in _COMPONENT_OF.items() if pattern.search(name))
 
 
-def _matrices(name: str, shape: Shape) -> tuple[int, int, int]:
-    """The matrices that have scales of their own, as (how many, rows, columns); gate and up of an expert are two."""
-    *batch, rows, columns = (1, *shape) if len(shape) == 1 else shape
-    parts = 2 if name.endswith(".gate_up_proj") else 1
-    return math.prod(batch) * parts, rows // parts, columns
+@cache
+def _weights(config: ModelConfig) -> tuple[_Weight, ...]:
+    names = {name: component_of(name) for name in expected_weights(config)}
+    return tuple(
+        _Weight(name, shape, names[name], _share_read(config, names[name], shape))
+        for name, shape in expected_weights(config).items()
+    )
 
 
 def _share_read(config: ModelConfig, component: Component, shape: Shape) -> Fraction:
@@ -129,3 +119,27 @@ def _share_read(config: ModelConfig, component: Component, shape: Shape) -> Frac
     if component is Component.NGRAM_TABLE:
         return Fraction(config.num_ngram_heads, shape[0])
     return Fraction(1, shape[0]) if component is Component.EMBED_TOKENS else Fraction(1)
+
+
+def _num_bytes(config: ModelConfig, weight: _Weight, weight_format: WeightFormat, activation_dtype: str) -> int:
+    """Of all tensors that a program holds for the weight."""
+    num_elements = math.prod(weight.shape)
+    if weight_format is WeightFormat.FLOAT:
+        return num_elements * DTYPE_BYTES[activation_dtype]
+    codes = num_elements * BITS_OF_FORMAT[weight_format] / 8
+    return math.ceil(codes) + _SCALE_BYTES * _num_scales(config, weight, weight_format)
+
+
+def _num_scales(config: ModelConfig, weight: _Weight, weight_format: WeightFormat) -> int:
+    """How many float32 scales the ops take: for the n-gram table one a shard, in FP8 a grid of blocks (of equal scales
+    where the checkpoint has one), in NVFP4 one for each row of a projection and for each matrix of an expert."""
+    if weight.component is Component.NGRAM_TABLE:
+        return config.split_ngram_parts
+    *batch, rows, columns = weight.shape
+    # Gate and up are one weight and two matrices.
+    parts = 2 if weight.name.endswith(".gate_up_proj") else 1
+    if weight_format is not WeightFormat.NVFP4:
+        scales = math.ceil(rows // parts / FP8_BLOCK) * math.ceil(columns / FP8_BLOCK)
+    else:
+        scales = 1 if weight.component in (Component.EXPERTS, Component.SHARED_EXPERTS) else rows
+    return math.prod(batch) * parts * scales

@@ -46,13 +46,15 @@ def input_specs() -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(name, shape, "int32") for name, shape in shapes.items())
 
 
-def export_program(config: ModelConfig, dtype: str, block_size: int) -> Program:
+def export_program(config: ModelConfig, dtype: str, block_size: int, kv_cache_dtype: str = "auto") -> Program:
     """Trace the model in ``dtype`` (``bfloat16`` or ``float32``). No weight memory is used.
+
+    The KV cache is in ``kv_cache_dtype``: ``auto``, which is ``dtype``, or ``float8_e4m3fn``.
 
     The weights' recipes name canonical tensors (`frontend.weights`); resolve them against a checkpoint with
     `Program.map_weight_sources`.
     """
-    states, literals = state_specs(config, dtype, block_size), model_literals(config)
+    states, literals = state_specs(config, dtype, block_size, kv_cache_dtype), model_literals(config)
     outputs = (TensorSpec("logits", ("L", config.vocab_size), dtype),)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, _default_dtype(dtype_from_name(dtype)):
         model = TextModel(config, states)

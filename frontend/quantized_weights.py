@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from qwen4exp_trt.errors import CheckpointError
+from qwen4exp_trt.frontend.stored_weights import Shape
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, NVFP4_BLOCK
-
-Shape = tuple[int, ...]
+from qwen4exp_trt.runtime.weight_formats import Part, WeightFormat
 
 INPUT_SCALE = "input_scale"
 """Beside a quantized weight, for quantizing the activations that meet it; the weight does not depend on it."""
@@ -25,20 +25,21 @@ INPUT_SCALE = "input_scale"
 class ScaleFormat:
     """A tensor of scales: ``{module}.{suffix}`` beside ``{module}.weight``."""
 
+    part: Part
     suffix: str
     dtypes: tuple[str, ...]
     shapes: Callable[[Shape], tuple[Shape, ...]]
-    """The shape that dequantization takes, and others of as many elements, from the shape of the weight."""
+    """The shape of the part, and others of as many elements that checkpoints have, from the shape of the weight."""
     is_read_at_once: bool = True
-    """Whether the values are checked with the headers; large ones are when the weight is dequantized."""
+    """Whether the values are checked with the headers; those of large ones are when they are read."""
 
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """``transform`` makes a float32 weight of the stored one and its scales, in this order; None where it is one."""
+    """How the dtypes of the weight's tensor and its scales make up a format."""
 
+    format: WeightFormat
     dtypes: tuple[str, ...]
-    transform: str | None = None
     scales: tuple[ScaleFormat, ...] = ()
     values_per_element: int = 1
     """Weights in one element along K."""
@@ -48,7 +49,7 @@ class StoredFormat:
 
 
 def _scalar(shape: Shape) -> tuple[Shape, ...]:
-    return (), (1,)
+    return (1,), ()
 
 
 def _fp8_grid(shape: Shape) -> tuple[Shape, ...]:
@@ -64,16 +65,22 @@ def _nvfp4_blocks(shape: Shape) -> tuple[Shape, ...]:
 _SCALE_DTYPES = ("BF16", "F32")
 
 FORMATS = (
-    StoredFormat(("BF16", "F16", "F32")),
-    StoredFormat(("F8_E4M3",), "dequantize_fp8_blocks", (ScaleFormat("weight_scale_inv", _SCALE_DTYPES, _fp8_grid),)),
-    StoredFormat(("F8_E4M3",), "dequantize_fp8", (ScaleFormat("weight_scale", _SCALE_DTYPES, _scalar),)),
-    StoredFormat(("F8_E4M3",), "dequantize_fp8_blocks", (ScaleFormat("weight_scale", _SCALE_DTYPES, _fp8_grid),)),
+    StoredFormat(WeightFormat.FLOAT, ("BF16", "F16", "F32")),
     StoredFormat(
+        WeightFormat.FP8_BLOCKS,
+        ("F8_E4M3",),
+        (ScaleFormat(Part.SCALES, "weight_scale_inv", _SCALE_DTYPES, _fp8_grid),),
+    ),
+    StoredFormat(WeightFormat.FP8, ("F8_E4M3",), (ScaleFormat(Part.SCALES, "weight_scale", _SCALE_DTYPES, _scalar),)),
+    StoredFormat(
+        WeightFormat.FP8_BLOCKS, ("F8_E4M3",), (ScaleFormat(Part.SCALES, "weight_scale", _SCALE_DTYPES, _fp8_grid),)
+    ),
+    StoredFormat(
+        WeightFormat.NVFP4,
         ("U8",),
-        "dequantize_nvfp4",
         (
-            ScaleFormat("weight_scale", ("F8_E4M3",), _nvfp4_blocks, is_read_at_once=False),
-            ScaleFormat("weight_scale_2", ("F32",), _scalar),
+            ScaleFormat(Part.BLOCK_SCALES, "weight_scale", ("F8_E4M3",), _nvfp4_blocks, is_read_at_once=False),
+            ScaleFormat(Part.SCALES, "weight_scale_2", ("F32",), _scalar),
         ),
         values_per_element=2,
     ),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES, NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
 
 
-def state_specs(config: ModelConfig, dtype: str, block_size: int) -> tuple[StateSpec, ...]:
+def state_specs(
+    config: ModelConfig, dtype: str, block_size: int, kv_cache_dtype: str = "auto"
+) -> tuple[StateSpec, ...]:
     """Every state of the model in layer order.
 
-    ``dtype`` is the activation dtype (``bfloat16`` or ``float32``); ``block_size`` counts the tokens of a page of the
-    KV cache and must be a multiple of ``indexer_compress_ratio``. The rings of raw index keys keep the open group even
-    when ``DRAFT_ROWS`` tokens behind it are taken back.
+    ``dtype`` is the activation dtype (``bfloat16`` or ``float32``), and so is ``kv_cache_dtype`` when it is ``auto``;
+    else it is ``float8_e4m3fn``. ``block_size`` counts the tokens of a page of the KV cache and must be a multiple of
+    ``indexer_compress_ratio``. The rings of raw index keys keep the open group even when ``DRAFT_ROWS`` tokens behind
+    it are taken back.
     """
+    assert kv_cache_dtype in ("auto", "float8_e4m3fn"), kv_cache_dtype
+    kv_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     states: list[StateSpec] = []
     for layer in range(config.num_hidden_layers):
         if layer in config.ple_layers:
@@ -21,7 +26,7 @@ def state_specs(config: ModelConfig, dtype: str, block_size: int) -> tuple[State
         if config.is_linear(layer):
             states += _linear_attention_states(config, layer, dtype)
         else:
-            states += _full_attention_states(config, layer, dtype, block_size)
+            states += _full_attention_states(config, layer, dtype, kv_dtype, block_size)
     return tuple(states)
 
 
@@ -44,9 +49,11 @@ def _linear_attention_states(config: ModelConfig, layer: int, dtype: str) -> lis
     ]
 
 
-def _full_attention_states(config: ModelConfig, layer: int, dtype: str, block_size: int) -> list[StateSpec]:
+def _full_attention_states(
+    config: ModelConfig, layer: int, dtype: str, kv_dtype: str, block_size: int
+) -> list[StateSpec]:
     kv_shape = (NUM_BLOCKS, 2, block_size, config.num_key_value_heads, config.head_dim)
-    states = [_state("self_attn", layer, StateKind.KV_CACHE, kv_shape, dtype)]
+    states = [_state("self_attn", layer, StateKind.KV_CACHE, kv_shape, kv_dtype)]
     if config.indexer_compress_ratio is not None and config.indexer_head_dim is not None:
         ratio, head_dim = config.indexer_compress_ratio, config.indexer_head_dim
         ring_rows = ratio - 1 + DRAFT_ROWS
@@ -64,3 +71,28 @@ def _state(
     module: str, layer: int, kind: StateKind, shape: tuple[int | str, ...], dtype: str, init: int = 0
 ) -> StateSpec:
     return StateSpec(f"layers.{layer}.{module}.{kind.value}", kind, layer, shape, dtype, init)
+
+
+def draft_row_bytes(spec: StateSpec) -> int:
+    """Bytes to keep of each row that verifies a draft, so that the state can follow however many rows are accepted.
+
+    The paged caches and the rings need none: what rejected rows wrote is overwritten by the rows at their positions.
+    """
+    width = spec.shape[-1]
+    assert isinstance(width, int)
+    row_bytes = width * DTYPE_BYTES[spec.dtype]
+    match spec.kind:
+        case StateKind.CONV_STATE:
+            # Its inputs, of which the state is the last ones, and its outputs, from which the recurrence is repeated.
+            return 2 * row_bytes
+        case StateKind.RECURRENT_STATE:
+            # g and beta of each head: repeating the recurrence needs these and q, k and v.
+            _, heads, _, _ = spec.shape
+            assert isinstance(heads, int)
+            return 2 * heads * DTYPE_BYTES["float32"]
+        case StateKind.PLE_CONV_STATE:
+            return row_bytes
+        case StateKind.NGRAM_IDS:
+            return DTYPE_BYTES[spec.dtype]
+        case _:
+            return 0

@@ -12,16 +12,17 @@ from qwen4exp_trt.frontend.quantized_weights import (
     INPUT_SCALE,
     SCALE_SUFFIXES,
     ScaleFormat,
-    Shape,
     StoredFormat,
     choose_format,
     formats_for,
     missing_suffixes,
 )
+from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
 from qwen4exp_trt.runtime.specs import Source, WeightRecipe
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
-from qwen4exp_trt.runtime.weights import transform
+from qwen4exp_trt.runtime.weight_formats import PACKED_FP4, Part, WeightFormat
+from qwen4exp_trt.runtime.weights import dequantize, transform
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
 _SET_ASIDE = {
@@ -78,28 +79,29 @@ class StoredTensors:
     def _note_dtype(self, name: str, expected: tuple[str, ...]) -> None:
         self.note(Problem.WRONG_DTYPE, f"{name} {self.checkpoint.dtype(name)} instead of {' or '.join(expected)}")
 
-    def claim(self, canonical: str, shape: Shape | None) -> WeightRecipe:
-        """How to get a float weight, noting what is wrong with it and its scales; ``shape`` None for any."""
+    def claim(self, canonical: str, shape: Shape | None) -> StoredWeight:
+        """How to get a weight, noting what is wrong with it and its scales; ``shape`` None for any."""
         name = self.stored.get(canonical)
         if name is None:
             self.note(Problem.MISSING, canonical)
-            return Source(canonical)
+            return StoredWeight(shape or (), Source(canonical))
         self._claimed.add(canonical)
-        form = self._format(canonical)
+        form, stored = self._format(canonical), self.checkpoint.shape(name)
         if form is None:
-            dtypes = dict.fromkeys(dtype for form in formats_for(self.checkpoint.shape(name)) for dtype in form.dtypes)
+            dtypes = dict.fromkeys(dtype for form in formats_for(stored) for dtype in form.dtypes)
             self._note_dtype(name, tuple(dtypes))
-            return Source(name)
-        found = form.unpacked_shape(self.checkpoint.shape(name))
+            return StoredWeight(shape or stored, Source(name))
+        found = form.unpacked_shape(stored)
         if shape is not None and found != shape:
             self.note(Problem.WRONG_SHAPE, f"{name} {list(found)} instead of {list(shape)}")
-            return self._claim_scales(canonical, form, None)
-        return self._claim_scales(canonical, form, found)
-
-    def weight_shape(self, canonical: str) -> Shape:
-        """The shape of a stored weight, unpacked."""
-        form, stored = self._format(canonical), self.checkpoint.shape(self.stored[canonical])
-        return stored if form is None else form.unpacked_shape(stored)
+            self._claim_scales(canonical, form, None)
+            return StoredWeight(shape, Source(name))
+        scales = self._claim_scales(canonical, form, found)
+        if len(scales) < len(form.scales) or form.format is WeightFormat.FLOAT:
+            return StoredWeight(found, Source(name))
+        codes = Source(name) if form.values_per_element == 1 else transform("view", Source(name), dtype=PACKED_FP4)
+        parts = {Part.CODES: codes, **scales}
+        return StoredWeight(found, dequantize(form.format, parts), form.format, parts)
 
     def _format(self, canonical: str) -> StoredFormat | None:
         name, scales = self.stored[canonical], self._scales_beside(canonical)
@@ -119,15 +121,13 @@ class StoredTensors:
             if f"{owner}{suffix}" in self.stored
         }
 
-    def _claim_scales(self, canonical: str, form: StoredFormat, shape: Shape | None) -> WeightRecipe:
-        """The recipe of a stored weight in ``form``; ``shape`` None when the scales' own shapes cannot be judged."""
-        recipe, beside = Source(self.stored[canonical]), self._scales_beside(canonical)
-        if form.transform is None:
-            return recipe
-        scales: list[WeightRecipe] = []
+    def _claim_scales(self, canonical: str, form: StoredFormat, shape: Shape | None) -> dict[Part, WeightRecipe]:
+        """The scales of a weight in ``form``; ``shape`` None when their own shapes cannot be judged."""
+        beside = self._scales_beside(canonical) if form.scales else {}
+        scales: dict[Part, WeightRecipe] = {}
         for scale in form.scales:
             if scale.suffix in beside:
-                scales.append(self._claim_scale(beside[scale.suffix], scale, shape))
+                scales[scale.part] = self._claim_scale(beside[scale.suffix], scale, shape)
             else:
                 module = canonical.removesuffix("weight")
                 self.note(Problem.MISSING_SCALES, f"{module}{' or '.join(missing_suffixes(form, scale))}")
@@ -135,7 +135,7 @@ class StoredTensors:
         if activation_scale is not None and activation_scale not in self._claimed:
             self._claimed.add(activation_scale)
             self.set_aside[_ACTIVATION_SCALES].append(self.stored[activation_scale])
-        return transform(form.transform, recipe, *scales)
+        return scales
 
     def _claim_scale(self, canonical: str, scale: ScaleFormat, weight_shape: Shape | None) -> WeightRecipe:
         self._claimed.add(canonical)
@@ -151,7 +151,10 @@ class StoredTensors:
         if found not in shapes:
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             self.note(Problem.WRONG_SHAPE, f"{name} {list(found)} instead of {wanted}")
-        return Source(name) if found == shapes[0] else transform("reshape", Source(name), shape=shapes[0])
+        recipe = Source(name) if found == shapes[0] else transform("reshape", Source(name), shape=shapes[0])
+        if scale.part is Part.BLOCK_SCALES:
+            return transform("check_block_scales", recipe)
+        return recipe if self.checkpoint.dtype(name) == "F32" else transform("cast", recipe, dtype="float32")
 
     def claim_constants(self, canonical: str, values: tuple[int, ...]) -> None:
         """Compare an int64 tensor with ``values``, if the checkpoint has it."""

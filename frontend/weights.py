@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.ngram import ngram_hash
-from qwen4exp_trt.frontend.quantized_weights import Shape, check_quantization_config
+from qwen4exp_trt.frontend.quantized_weights import check_quantization_config
 from qwen4exp_trt.frontend.stored_tensors import Problem, StoredTensors
+from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight, concat_shards, stack_experts
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
-from qwen4exp_trt.runtime.specs import WeightRecipe
-from qwen4exp_trt.runtime.weights import transform
+from qwen4exp_trt.runtime.specs import Source
 
 EMBED_TOKENS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -24,8 +24,8 @@ LM_HEAD = "lm_head.weight"
 class ResolvedWeights:
     """How a checkpoint provides the weights of a config."""
 
-    recipes: dict[str, WeightRecipe]
-    """Canonical name -> recipe over tensors of the checkpoint, in the order of `expected_weights`."""
+    weights: dict[str, StoredWeight]
+    """By canonical name, in the order of `expected_weights`."""
     set_aside: dict[str, list[str]]
     """Checkpoint tensors that no recipe reads: ``mtp``, ``vision``, ``unused`` (statistics, stray copies) and
     ``activation scales``."""
@@ -128,36 +128,36 @@ def _mlp_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def resolve_weights(config: ModelConfig, checkpoint: Checkpoint) -> ResolvedWeights:
-    """Find every expected weight in ``checkpoint``, whatever format each is stored in; recipes dequantize.
+    """Find every expected weight in ``checkpoint``, whatever format each is stored in.
 
     Reads the headers, the integers of the n-gram hash and all scales but NVFP4's block scales, which are checked when
-    a weight is dequantized. Raises one `CheckpointError` that lists all tensors that are missing, unexpected, of
+    they are read. Raises one `CheckpointError` that lists all tensors that are missing, unexpected, of
     another shape or dtype, or stored under two names, scales that are missing, without a weight, or not positive and
     finite, and hash constants other than the config's. A quantization config that names a format we do not know is
     refused at once.
     """
     check_quantization_config(checkpoint.path)
     tensors = StoredTensors(checkpoint)
-    recipes = {name: _resolve(tensors, config, name, shape) for name, shape in expected_weights(config).items()}
+    weights = {name: _resolve(tensors, config, name, shape) for name, shape in expected_weights(config).items()}
     _check_hash_constants(tensors, config)
     tensors.raise_problems()
-    return ResolvedWeights(recipes, tensors.set_aside)
+    return ResolvedWeights(weights, tensors.set_aside)
 
 
-def _resolve(tensors: StoredTensors, config: ModelConfig, name: str, shape: Shape) -> WeightRecipe:
+def _resolve(tensors: StoredTensors, config: ModelConfig, name: str, shape: Shape) -> StoredWeight:
     if name in tensors.stored:
         return tensors.claim(name, shape)
     if config.tie_word_embeddings and name in (EMBED_TOKENS, LM_HEAD):
         return tensors.claim(LM_HEAD if name == EMBED_TOKENS else EMBED_TOKENS, shape)
-    recipe = None
+    weight = None
     if ".experts." in name:
-        recipe = _stack_experts(tensors, name, shape)
+        weight = _stack_experts(tensors, name, shape)
     elif name.endswith("ngram_embedding.weight"):
-        recipe = _concat_shards(tensors, name, shape)
-    return recipe or tensors.claim(name, shape)
+        weight = _concat_shards(tensors, name, shape)
+    return weight or tensors.claim(name, shape)
 
 
-def _stack_experts(tensors: StoredTensors, name: str, shape: Shape) -> WeightRecipe | None:
+def _stack_experts(tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
     """``experts.gate_up_proj`` or ``experts.down_proj`` from one tensor an expert; None where there is not one."""
     experts, leaf = name.rsplit(".", 1)
     num_experts, rows, columns = shape
@@ -166,28 +166,24 @@ def _stack_experts(tensors: StoredTensors, name: str, shape: Shape) -> WeightRec
     if not any(part in tensors.stored for parts in names for part in parts):
         return None
     part_shape = (rows // len(projections), columns)
-    sources = [[tensors.claim(part, part_shape) for part in parts] for parts in names]
-    return transform("stack", *(_concat_rows(parts) for parts in sources))
+    return stack_experts([[tensors.claim(part, part_shape) for part in parts] for parts in names])
 
 
-def _concat_shards(tensors: StoredTensors, name: str, shape: Shape) -> WeightRecipe | None:
+def _concat_shards(tensors: StoredTensors, name: str, shape: Shape) -> StoredWeight | None:
     """The n-gram table from ``shard_{k}.weight``, in the order of ``k``; None where there is no shard."""
     pattern = re.compile(re.escape(name.removesuffix("weight")) + r"shard_(\d+)\.weight")
     shards = {int(match[1]): match[0] for match in map(pattern.fullmatch, tensors.stored) if match}
     if not shards:
         return None
     names = [shards.get(k, name.replace("weight", f"shard_{k}.weight")) for k in range(len(shards))]
-    sources = [tensors.claim(shard, None) for shard in names]
-    found = [tensors.weight_shape(shard) for shard in names if shard in tensors.stored]
+    claimed = [tensors.claim(shard, None) for shard in names]
+    found = [weight.shape for shard, weight in zip(names, claimed, strict=True) if shard in tensors.stored]
     rows = sum(shard_shape[0] for shard_shape in found)
     if rows != shape[0] or any(shard_shape[1:] != shape[1:] for shard_shape in found):
         shards_found = f"{name} {len(found)} shards of {rows} rows"
         tensors.note(Problem.WRONG_SHAPE, f"{shards_found} instead of {list(shape)}")
-    return _concat_rows(sources)
-
-
-def _concat_rows(parts: list[WeightRecipe]) -> WeightRecipe:
-    return parts[0] if len(parts) == 1 else transform("concat", *parts, dim=0)
+        return StoredWeight(shape, Source(name))
+    return concat_shards(claimed)
 
 
 def _check_hash_constants(tensors: StoredTensors, config: ModelConfig) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
+from qwen4exp_trt.plugins.number_formats import FP8_BLOCK
 from qwen4exp_trt.plugins.registry import all_specs, spec_of
 from qwen4exp_trt.runtime.program import Program, identifier_from_path
 from qwen4exp_trt.runtime.specs import WeightRecipe, WeightSpec
@@ -20,6 +21,7 @@ ATEN: Any = torch.ops.aten
 WEIGHT_TRANSFORMS: dict[Any, Callable[..., WeightRecipe]] = {
     ATEN.to.dtype: lambda x, dtype: transform("cast", x, dtype=name_from_dtype(dtype)),
     ATEN.add.Tensor: lambda x, value: transform("add", x, value=value),
+    ATEN.mul.Tensor: lambda x, value: transform("mul", x, value=value),
     ATEN.cat.default: lambda parts, dim=0: transform("concat", *parts, dim=dim),
     ATEN.view.default: lambda x, shape: transform("reshape", x, shape=tuple(shape)),
 }
@@ -42,6 +44,16 @@ class ScaledLinear:
     x: fx.Node
     weight: fx.Node
     divisor: int
+
+
+@dataclass(frozen=True)
+class LinearConcat:
+    """Projections ``op(x, *weights)`` of one input whose outputs are concatenated."""
+
+    op: Any
+    x: fx.Node
+    weights: list[Any]
+    """The operands behind ``x`` of each."""
 
 
 @dataclass(frozen=True)
@@ -97,17 +109,27 @@ def match_scaled_linear(node: Any) -> ScaledLinear | None:
     return None if linear is None else ScaledLinear(*linear, node.args[1])
 
 
-def match_linear_concat(concat: Any) -> tuple[fx.Node, list[fx.Node]] | None:
-    """``x`` and the weights of ``concat = cat([linear(x, w0), linear(x, w1), ...], -1)``.
+def match_linear_concat(concat: Any) -> LinearConcat | None:
+    """``concat = cat([op(x, *weights0), op(x, *weights1), ...], -1)`` of one projection op.
 
     None when another op reads one of the products: it would be computed twice, from two copies of its weight.
     """
     if concat.args[1:] != (-1,) or any(set(part.users) != {concat} for part in concat.args[0]):
         return None
-    linears = [match for part in concat.args[0] if (match := match_linear(part)) is not None]
-    if len(linears) != len(concat.args[0]) or len({x for x, _ in linears}) != 1:
+    parts: list[Any] = concat.args[0]
+    op, x = parts[0].target, parts[0].args[0]
+    if op not in _projection_ops() or any(part.target != op or part.args[0] is not x for part in parts):
         return None
-    return linears[0][0], [weight for _, weight in linears]
+    weights = [part.args[1:] for part in parts]
+    if op == ATEN.linear.default and not all(map(match_linear, parts)):
+        return None
+    if op == q4e_op("fp8_linear") and any(codes.meta["val"].shape[0] % FP8_BLOCK for codes, _ in weights[:-1]):
+        return None
+    return LinearConcat(op, x, weights)
+
+
+def _projection_ops() -> list[Any]:
+    return [ATEN.linear.default, q4e_op("nvfp4_linear"), q4e_op("fp8_linear")]
 
 
 def find_hc_projections(program: Program) -> list[HcProjections]:

@@ -27,6 +27,11 @@ def is_name(dim: Dim) -> bool:
     return isinstance(dim, str) and dim.isidentifier()
 
 
+def ceil_div(dim: str, divisor: int) -> str:
+    """The expression of ``dim / divisor`` rounded up."""
+    return f"({dim} + {divisor - 1})//{divisor}"
+
+
 def names_in(dim: Dim) -> set[str]:
     """The symbols that ``dim`` mentions."""
     if isinstance(dim, int):

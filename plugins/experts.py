@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from qwen4exp_trt.plugins.number_formats import dequantize_nvfp4
+from qwen4exp_trt.plugins.dims import ceil_div
+from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, dequantize_fp8_blocks, dequantize_nvfp4
 from qwen4exp_trt.plugins.spec import TensorArg
 
 NVFP4_EXPERTS = (
@@ -19,6 +20,14 @@ NVFP4_EXPERTS = (
     TensorArg("down_scales", ("E",), "float32"),
 )
 """The operands of E routed experts in NVFP4: hidden size 16*HB, intermediate size 16*IB."""
+
+FP8_EXPERTS = (
+    TensorArg("gate_up_proj", ("E", "2*I", "H"), "float8_e4m3fn"),
+    TensorArg("gate_up_scales", ("E", 2, ceil_div("I", FP8_BLOCK), ceil_div("H", FP8_BLOCK)), "float32"),
+    TensorArg("down_proj", ("E", "H", "I"), "float8_e4m3fn"),
+    TensorArg("down_scales", ("E", ceil_div("H", FP8_BLOCK), ceil_div("I", FP8_BLOCK)), "float32"),
+)
+"""The operands of E routed experts in FP8 with a scale for each block; gate and up have their own grids of blocks."""
 
 
 def route(x: Tensor, router_weight: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
@@ -47,6 +56,12 @@ def nvfp4_gated_mlp(
     by_row = gate_up_scales.repeat_interleave(gate_up.shape[0] // 2)
     down_float = dequantize_nvfp4(down, down_block_scales, down_scale)
     return gated_mlp(x, dequantize_nvfp4(gate_up, gate_up_block_scales, by_row), down_float)
+
+
+def fp8_gated_mlp(x: Tensor, gate_up: Tensor, gate_up_scales: Tensor, down: Tensor, down_scales: Tensor) -> Tensor:
+    """`gated_mlp` of one expert in FP8; ``gate_up_scales`` ``[2, ceil(I/128), ceil(H/128)]`` are of gate and of up."""
+    gate_and_up = dequantize_fp8_blocks(gate_up.unflatten(0, (2, -1)), gate_up_scales)
+    return gated_mlp(x, gate_and_up.flatten(0, 1), dequantize_fp8_blocks(down, down_scales))
 
 
 def mix_experts(

@@ -32,6 +32,11 @@ def all_specs() -> dict[str, OpSpec]:
     return specs
 
 
+def plugin_specs() -> dict[str, OpSpec]:
+    """The ops by name that an engine calls as plugins."""
+    return {name: spec for name, spec in all_specs().items() if not spec.is_native}
+
+
 def op_versions() -> dict[str, int]:
     """The version of every op by name."""
     return {name: spec.version for name, spec in all_specs().items()}
@@ -67,10 +72,10 @@ def _register(spec: OpSpec) -> None:
 
 def _fake_outputs(spec: OpSpec, tensors: dict[str, Tensor], attrs: dict[str, Any]) -> Tensor | tuple[Tensor, ...]:
     bound = spec.bind_tensors(tensors, attrs)
-    activation = next((tensors[a.name].dtype for a in spec.inputs if a.dtype == "activation"), torch.float32)
+    dtypes = spec.output_dtypes([tensors[arg.name].dtype for arg in spec.inputs], attrs)
     device = tensors[spec.inputs[0].name].device
     outputs = tuple(
-        torch.empty(shape, dtype=spec.output_dtype(arg, activation), device=device)
-        for arg, shape in zip(spec.outputs, spec.output_shapes(bound), strict=True)
+        torch.empty(shape, dtype=dtype, device=device)
+        for dtype, shape in zip(dtypes, spec.output_shapes(bound), strict=True)
     )
     return outputs[0] if len(outputs) == 1 else outputs

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from qwen4exp_trt.plugins.number_formats import quantize_nvfp4
+from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, e4m3_from_float, quantize_nvfp4
 
 
 def sample_batch(
@@ -84,3 +84,10 @@ def sample_nvfp4(
     ]
     packed, block_scales, scales = zip(*parts, strict=True)
     return torch.cat(packed).view(torch.float4_e2m1fn_x2), torch.cat(block_scales), torch.stack(scales)
+
+
+def sample_fp8(generator: Generator, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """An FP8 weight ``[N, K]`` whose blocks have scales of their own ``[ceil(N/128), ceil(K/128)]``, subnormals too."""
+    grid = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+    scales = (0.5 + torch.rand(grid, generator=generator)) * columns**-0.5
+    return e4m3_from_float(normal(generator, rows, columns)), scales

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,9 @@ from qwen4exp_trt.plugins.dims import Dim, evaluate, is_name, names_in
 
 NAMESPACE = "q4e"
 
-DtypeClass = Literal["activation", "float32", "int32", "int64", "float8_e4m3fn", "float4_e2m1fn_x2"]
+DtypeClass = Literal[
+    "activation", "activation or float8_e4m3fn", "float32", "int32", "int64", "float8_e4m3fn", "float4_e2m1fn_x2"
+]
 AttrType = Literal["int", "float", "str", "int[]"]
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float32)
@@ -26,9 +29,9 @@ class TensorArg:
     """A tensor operand.
 
     ``dims``: bare names bind to the shape, expressions are checked against it. ``dtype`` ``"activation"`` means
-    BF16 or float32, the same for every such operand of a call. FP4 operands are torch's ``float4_e2m1fn_x2``; their
-    ``dims`` count elements, as ONNX and TensorRT do (`element_shape`). A ``mutated`` operand is a state that the op
-    updates in place; an engine sees it as an input and an aliased output.
+    BF16 or float32, the same for every such operand and output of a call (`OpSpec.activation_dtype`). FP4 operands are
+    torch's ``float4_e2m1fn_x2``; their ``dims`` count elements, as ONNX and TensorRT do (`element_shape`). A
+    ``mutated`` operand is a state that the op updates in place; an engine sees it as an input and an aliased output.
     """
 
     name: str
@@ -45,9 +48,21 @@ def element_shape(shape: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     return [*shape[:-1], 2 * shape[-1]] if dtype == torch.float4_e2m1fn_x2 else list(shape)
 
 
+@cache
+def dtypes_of(dtype: DtypeClass, activation: torch.dtype | None) -> tuple[torch.dtype, ...]:
+    """What a tensor of the class ``dtype`` may be; ``activation`` is the activation dtype of the call, None for any."""
+    activations = ACTIVATION_DTYPES if activation is None else (activation,)
+    parts = [activations if part == "activation" else (getattr(torch, part),) for part in dtype.split(" or ")]
+    return sum(parts, ())
+
+
 @dataclass(frozen=True)
 class Attr:
-    """A scalar or list attribute; it may be used as a symbol in dim expressions when it is an int."""
+    """A scalar or list attribute; it may be used as a symbol in dim expressions when it is an int.
+
+    The string attribute ``dtype`` (``"bfloat16"`` or ``"float32"``) is the activation dtype of an op that has no
+    operand of it.
+    """
 
     name: str
     type: AttrType
@@ -67,6 +82,7 @@ class OpSpec:
 
     ``body`` is the CPU implementation and ``reference`` the slow float32 oracle; both take the operands and
     attributes by position in the order of ``inputs`` then ``attrs`` and return the outputs (one tensor or a tuple).
+    An ``is_native`` op is no plugin: the builder lowers it to ops that TensorRT has itself.
     ``tolerance`` maps an activation dtype to the bound on RMS(reference - got) / RMS(reference) of each output and
     state; integer outputs are always compared exactly.
     """
@@ -80,6 +96,7 @@ class OpSpec:
     reference: Callable[..., Any]
     cases: tuple[Case, ...]
     tolerance: Mapping[torch.dtype, float]
+    is_native: bool = False
 
     @property
     def qualified_name(self) -> str:
@@ -118,6 +135,22 @@ class OpSpec:
         attrs = {attr.name: pairs.pop(attr.name) for attr in self.attrs}
         return pairs, attrs
 
+    def activation_dtype(self, dtypes: Sequence[torch.dtype | None], attrs: Mapping[str, Any]) -> torch.dtype | None:
+        """The activation dtype of a call: of its first such operand, else of the attribute ``dtype``, else None.
+
+        ``dtypes`` are those of the first operands; an operand behind them counts as unknown.
+        """
+        name = attrs.get("dtype")
+        if name is None:
+            pairs = zip(self.inputs, dtypes, strict=False)
+            return next((dtype for arg, dtype in pairs if arg.dtype == "activation"), None)
+        by_name = {str(dtype).removeprefix("torch."): dtype for dtype in ACTIVATION_DTYPES}
+        if name not in by_name:
+            raise PluginError(
+                f"{self.qualified_name}: attribute dtype is {name!r}, expected one of {', '.join(by_name)}"
+            )
+        return by_name[name]
+
     def bind_tensors(self, tensors: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> dict[str, Any]:
         """`bind_dims` of torch tensors."""
         return self.bind_dims({name: element_shape(t.shape, t.dtype) for name, t in tensors.items()}, attrs)
@@ -140,10 +173,13 @@ class OpSpec:
     def check_operands(self, tensors: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> dict[str, Any]:
         """Check ranks, shapes and dtypes of a real call; returns the bound dims."""
         bound = self.bind_tensors(tensors, attrs)
-        activation = None
+        activation = self.activation_dtype([tensors[arg.name].dtype for arg in self.inputs], attrs)
+        activation = activation if activation in ACTIVATION_DTYPES else None
         for arg in self.inputs:
-            tensor = tensors[arg.name]
-            activation = self._check_dtype(arg, tensor.dtype, activation)
+            tensor, allowed = tensors[arg.name], dtypes_of(arg.dtype, activation)
+            if tensor.dtype not in allowed:
+                expected = " or ".join(map(str, allowed))
+                raise PluginError(f"{self.qualified_name}: operand {arg.name} is {tensor.dtype}, expected {expected}")
             shape = element_shape(tensor.shape, tensor.dtype)
             expected = [evaluate(dim, bound) for dim in arg.dims]
             if shape != expected:
@@ -153,24 +189,14 @@ class OpSpec:
                 )
         return bound
 
-    def _check_dtype(self, arg: TensorArg, dtype: torch.dtype, activation: torch.dtype | None) -> torch.dtype | None:
-        if arg.dtype == "activation":
-            allowed = ACTIVATION_DTYPES if activation is None else (activation,)
-            activation = dtype
-        else:
-            allowed = (getattr(torch, arg.dtype),)
-        if dtype not in allowed:
-            raise PluginError(
-                f"{self.qualified_name}: operand {arg.name} is {dtype}, expected {' or '.join(map(str, allowed))}"
-            )
-        return activation
-
     def output_shapes(self, bound: Mapping[str, Any]) -> list[list[Any]]:
         """The output shapes, evaluated over ints, SymInts or TensorRT expressions."""
         return [[evaluate(dim, bound) for dim in arg.dims] for arg in self.outputs]
 
-    def output_dtype(self, output: TensorArg, activation: torch.dtype) -> torch.dtype:
-        return activation if output.dtype == "activation" else getattr(torch, output.dtype)
+    def output_dtypes(self, dtypes: Sequence[torch.dtype | None], attrs: Mapping[str, Any]) -> list[torch.dtype]:
+        """The dtypes of the outputs of a call whose operands have ``dtypes``."""
+        activation = self.activation_dtype(dtypes, attrs)
+        return [dtypes_of(arg.dtype, activation)[0] for arg in self.outputs]
 
     def validate(self) -> None:
         """Programmer's check of the spec itself, run when it is registered."""
@@ -179,7 +205,8 @@ class OpSpec:
         bound |= {attr.name for attr in self.attrs if attr.type == "int"}
         used = {name for arg in (*self.inputs, *self.outputs) for dim in arg.dims for name in names_in(dim)}
         assert used <= bound, f"{self.name}: dims {sorted(used - bound)} are bound by no operand"
-        assert any(arg.dtype == "activation" for arg in self.inputs) or all(
-            arg.dtype != "activation" for arg in self.outputs
-        ), f"{self.name}: no operand fixes the activation dtype"
+        fixes = sum([any(arg.dtype == "activation" for arg in self.inputs), Attr("dtype", "str") in self.attrs])
+        needed = any(arg.dtype == "activation" for arg in self.outputs)
+        assert needed <= fixes <= 1, f"{self.name}: an operand or the attribute dtype must fix the activation dtype"
+        assert all(arg.dtype != "activation or float8_e4m3fn" for arg in self.outputs), f"{self.name}: two dtypes"
         assert self.cases, f"{self.name} has no sample cases"

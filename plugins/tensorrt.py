@@ -1,4 +1,4 @@
-"""The TensorRT side of every op: plugin and creator derived from its `OpSpec`.
+"""The TensorRT side of every op that is a plugin: it and its creator derived from its `OpSpec`.
 
 The TensorRT module (``tensorrt`` or ``tensorrt_rtx``) is a value: nothing here imports it.
 """
@@ -12,21 +12,22 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.registry import all_specs
-from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, TensorArg
+from qwen4exp_trt.plugins.registry import plugin_specs
+from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, TensorArg, dtypes_of
 
 _NOT_ALIASED = -1
 _FIELD_TYPES = {"int": "INT32", "int[]": "INT32", "float": "FLOAT32", "str": "CHAR"}
 _TRT_DTYPES = {
-    "float32": "FLOAT",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float8_e4m3fn": "FP8",
-    "float4_e2m1fn_x2": "FP4",
+    torch.bfloat16: "BF16",
+    torch.float32: "FLOAT",
+    torch.int32: "INT32",
+    torch.int64: "INT64",
+    torch.float8_e4m3fn: "FP8",
+    torch.float4_e2m1fn_x2: "FP4",
 }
-_ACTIVATION_DTYPES = ("BF16", "FLOAT")
 
 
 class DimExpression:
@@ -136,9 +137,9 @@ class _OpPlugin:
         return _plugin_class(self.trt)(self.spec, self.attrs)
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-        dtypes = dict(zip(_names(self.spec.inputs), input_types, strict=True))
-        activation = next((dtypes[a.name] for a in self.spec.inputs if a.dtype == "activation"), None)
-        return [_trt_dtype(self.trt, arg, activation) for arg in (*self.spec.outputs, *self.spec.states)]
+        dtypes = [_torch_dtypes(self.trt).get(dtype) for dtype in input_types]
+        outputs = [_trt_dtype(self.trt, dtype) for dtype in self.spec.output_dtypes(dtypes, self.attrs)]
+        return outputs + [dtype for arg, dtype in zip(self.spec.inputs, input_types, strict=True) if arg.mutated]
 
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
         def wrap(dim: Any) -> DimExpression:
@@ -157,14 +158,16 @@ class _OpPlugin:
         return _names(self.spec.inputs).index(state.name)
 
     def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
-        args = (*self.spec.inputs, *self.spec.outputs, *self.spec.states)
-        first = next((i for i, arg in enumerate(args) if arg.dtype == "activation"), pos)
-        desc = in_out[pos].desc
-        if desc.format != self.trt.TensorFormat.LINEAR:
+        """TensorRT asks in order: what is in front of ``pos`` was found supported."""
+        types = [in_out[index].desc.type for index in range(pos + 1)]
+        if in_out[pos].desc.format != self.trt.TensorFormat.LINEAR:
             return False
-        if args[pos].dtype == "activation" and pos == first:
-            return desc.type in [getattr(self.trt.DataType, name) for name in _ACTIVATION_DTYPES]
-        return desc.type == _trt_dtype(self.trt, args[pos], in_out[first].desc.type)
+        if pos >= num_inputs + len(self.spec.outputs):
+            return types[pos] == types[self.get_aliased_input(pos - num_inputs)]
+        dtypes = [_torch_dtypes(self.trt).get(dtype) for dtype in types[: min(pos, num_inputs)]]
+        activation = self.spec.activation_dtype(dtypes, self.attrs)
+        allowed = dtypes_of((*self.spec.inputs, *self.spec.outputs)[pos].dtype, activation)
+        return types[pos] in [_trt_dtype(self.trt, dtype) for dtype in allowed]
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         pass
@@ -214,8 +217,13 @@ def _names(args: Sequence[TensorArg]) -> list[str]:
     return [arg.name for arg in args]
 
 
-def _trt_dtype(trt: ModuleType, arg: TensorArg, activation: Any) -> Any:
-    return activation if arg.dtype == "activation" else getattr(trt.DataType, _TRT_DTYPES[arg.dtype])
+def _trt_dtype(trt: ModuleType, dtype: torch.dtype) -> Any:
+    return getattr(trt.DataType, _TRT_DTYPES[dtype])
+
+
+@cache
+def _torch_dtypes(trt: ModuleType) -> dict[Any, torch.dtype]:
+    return {_trt_dtype(trt, dtype): dtype for dtype in _TRT_DTYPES}
 
 
 @cache
@@ -244,8 +252,8 @@ def make_creators(trt: ModuleType, specs: Iterable[OpSpec]) -> list[Any]:
 
 @cache
 def register_creators(trt: ModuleType) -> tuple[Any, ...]:
-    """Register every op with TensorRT's plugin registry, once per module; returns the creators."""
-    creators = tuple(make_creators(trt, all_specs().values()))
+    """Register every plugin with TensorRT's plugin registry, once per module; returns the creators."""
+    creators = tuple(make_creators(trt, plugin_specs().values()))
     for creator in creators:
         if not trt.get_plugin_registry().register_creator(creator, NAMESPACE):
             raise PluginError(

@@ -44,11 +44,11 @@ class EagerBackend:
         progress: Progress | None = None,
     ) -> None:
         self.program = load_program(folder / PROGRAM_DIR)
-        source = open_checkpoint(folder, manifest.checkpoint, checkpoint)
+        files = open_weight_files(folder, manifest, checkpoint)
         # First, so that a lack of memory shows before weights are read for minutes.
         self.states = allocate_states(self.program.states, num_blocks, manifest.limits.num_slots)
-        logger.info("loading %d weights from %s", len(self.program.weights), source.path)
-        with TensorReader(source) as reader:
+        logger.info("loading %d weights from %s", len(self.program.weights), ", ".join(str(f.path) for f in files))
+        with TensorReader(*files) as reader:
             self.weights = load_weights(self.program.weights, reader, progress=progress)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -72,6 +72,12 @@ def make_backend(
     return EagerBackend(folder, manifest, checkpoint, num_blocks, progress)
 
 
+def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:
+    """The checkpoint that the bundle was built from and what was converted from it; the files of both are checked."""
+    opened = open_checkpoint(folder, manifest.checkpoint, checkpoint)
+    return [opened] if manifest.converted is None else [opened, _open_converted(folder, manifest.converted)]
+
+
 def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | None) -> Checkpoint:
     """The checkpoint that the bundle was built from, at its recorded path or at ``override``; its files are checked."""
     if ref is None:
@@ -84,6 +90,20 @@ def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | No
     checkpoint = Checkpoint.open(override or ref.path)
     checkpoint.verify_identity(ref.files)
     return checkpoint
+
+
+def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
+    """At its recorded path, or beside a bundle that was moved together with it."""
+    places = (Path(ref.path), folder.resolve().parent / Path(ref.path).name)
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise BundleError(
+            f"{folder}: its converted weights are neither at {places[0]} nor at {places[1]}; move them there, or build "
+            "the bundle again"
+        )
+    opened = Checkpoint.open_files(found, ref.files)
+    opened.verify_identity(ref.files)
+    return opened
 
 
 def allocate_states(specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int) -> dict[str, Tensor]:

@@ -93,6 +93,11 @@ class Checkpoint:
         """
         return self._handle(name).get_tensor(name)
 
+    def file_of(self, name: str) -> str:
+        """The name of the file that has a tensor."""
+        self._handle(name)
+        return self._tensors[name][0]
+
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 

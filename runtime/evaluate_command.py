@@ -17,6 +17,7 @@ from qwen4exp_trt.runtime.evaluation import Evaluation, default_window, evaluate
 from qwen4exp_trt.runtime.llm import LLM
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import ProgressLine, loading_line
+from qwen4exp_trt.runtime.text_file import read_text
 
 PROG = "qwen4exp-eval"
 
@@ -51,7 +52,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate, printing progress on stderr and the result on stdout."""
-    text = _read_text(args.text)
+    text = read_text(args.text, RequestError)
     if args.json is not None:
         _check_json(args.json)
     llm = _load(args, args.bundle, args.checkpoint)
@@ -69,15 +70,6 @@ def _load(args: argparse.Namespace, bundle: Path, checkpoint: Path | None) -> LL
     window = default_window(limits.max_seq_len) if args.window is None else args.window
     num_blocks = min(max(-(-window // limits.block_size), 1), limits.max_num_blocks)
     return LLM(bundle, args.backend, args.device, checkpoint, num_blocks, progress=loading_line().show)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(f"{path}: cannot read the text: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path}: the text is not UTF-8: {error}") from error
 
 
 def _check_json(path: Path) -> None:

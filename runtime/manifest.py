@@ -11,10 +11,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from qwen4exp_trt.runtime.calibration import Calibration
+
 from qwen4exp_trt import __version__
 from qwen4exp_trt.errors import BuildError, BundleError
 from qwen4exp_trt.plugins.registry import op_versions
-from qwen4exp_trt.runtime.checkpoint import listing
+from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.json_files import read_json_object
 from qwen4exp_trt.runtime.limits import EngineLimits
@@ -33,10 +35,14 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """The checkpoint folder whose tensors the weight recipes read, and the identity of each of its files."""
+    """A folder with files whose tensors the weight recipes read, and the identity of each file."""
 
     path: str
     files: dict[str, FileIdentity]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> CheckpointRef:
+        return cls(str(checkpoint.path.resolve()), checkpoint.identity())
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckpointRef:
@@ -65,6 +71,15 @@ class Manifest:
     package_version: str = __version__
     config: dict[str, Any]
     precision: str
+    """What was asked for the weights, as ``qwen4exp-build --precision`` has it."""
+    ple_precision: str
+    """The same for the n-gram table."""
+    activation_dtype: str
+    kv_cache_dtype: str
+    weights: list[dict[str, Any]]
+    """What became of them: the rows of `builder.weight_table`."""
+    calibration: Calibration | None
+    """The scales of quantized activations."""
     target: str | None
     """The GPU that the engine is for; None for a bundle without an engine."""
     backend: str | None
@@ -74,6 +89,8 @@ class Manifest:
     stop_token_ids: tuple[int, ...]
     checkpoint: CheckpointRef | None
     """None for a bundle built from a config alone, which has no weights."""
+    converted: CheckpointRef | None
+    """The files of weights that were quantized at the build; None if there are none."""
     plugins: dict[str, int]
     """Version of every op that the program may call."""
     profiles: dict[str, Any]
@@ -103,8 +120,8 @@ class Manifest:
     @classmethod
     def _from_json(cls, data: Mapping[str, Any]) -> Manifest:
         values = dict(data)
-        checkpoint = values.pop("checkpoint")
-        values["checkpoint"] = None if checkpoint is None else CheckpointRef.from_json(checkpoint)
+        for name, kind in (("checkpoint", CheckpointRef), ("converted", CheckpointRef), ("calibration", Calibration)):
+            values[name] = None if values[name] is None else kind.from_json(values[name])
         values["limits"] = EngineLimits(**values["limits"])
         values["stop_token_ids"] = tuple(map(operator.index, values["stop_token_ids"]))
         values["files"] = {name: FileRef(**ref) for name, ref in values["files"].items()}

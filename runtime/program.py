@@ -102,14 +102,21 @@ class Program:
         return Program.from_graph(self.graph, self.inputs, self.states, weights, self.outputs)
 
     def run(
-        self, inputs: Mapping[str, Tensor], states: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+        self,
+        inputs: Mapping[str, Tensor],
+        states: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        execute: Callable[..., Any] | None = None,
     ) -> dict[str, Tensor]:
-        """Execute on real tensors by name; ``states`` are updated in place. Returns the outputs by name."""
+        """Execute on real tensors by name; ``states`` are updated in place. Returns the outputs by name.
+
+        ``execute`` runs the graph in place of its module, as an ``fx.Interpreter`` does that looks at values.
+        """
         args = [inputs[spec.name] for spec in self.inputs]
         args += [states[spec.name] for spec in self.states]
         args += [weights[spec.name] for spec in self.weights]
         with torch.inference_mode():
-            results = self.module(*args)
+            results = (execute or self.module)(*args)
         return {spec.name: value for spec, value in zip(self.outputs, results, strict=True)}
 
     def calls(self) -> Iterator[fx.Node]:

@@ -16,7 +16,7 @@ _PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
 """By the device that computes: what fits the caches of a CPU core, and what keeps a GPU busy. Dequantizing takes up to
 24 bytes an element."""
 _JOINS = ("concat", "stack")
-_ELEMENTWISE = ("cast", "add", "view")
+_ELEMENTWISE = ("cast", "add", "mul", "view", "check_block_scales")
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,11 @@ def _metas(inputs: Sequence[Described]) -> list[Tensor]:
     return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in inputs]
 
 
-def _describe_sum(recipe: Transform, inputs: Sequence[Described]) -> Described:
+def _describe_same(recipe: Transform, inputs: Sequence[Described]) -> Described:
+    return inputs[0]
+
+
+def _describe_arithmetic(recipe: Transform, inputs: Sequence[Described]) -> Described:
     ((shape, dtype),) = inputs
     return shape, apply_transform(recipe, [torch.empty((0,) * len(shape), dtype=dtype)]).dtype
 
@@ -101,11 +105,14 @@ def _describe_dequantized_fp8_blocks(recipe: Transform, inputs: Sequence[Describ
 
 
 def _describe_dequantized_nvfp4(recipe: Transform, inputs: Sequence[Described]) -> Described:
-    packed, block_scales, global_scale = _metas(inputs)
-    *rows, num_bytes = packed.shape
-    check_nvfp4_shapes(2 * num_bytes, rows, block_scales)
-    _check_broadcast(global_scale.shape, rows)
-    return (*rows, 2 * num_bytes), torch.float32
+    packed, block_scales, scales = _metas(inputs)
+    *outer, rows, num_bytes = packed.shape
+    check_nvfp4_shapes(2 * num_bytes, (*outer, rows), block_scales)
+    num_groups = scales.shape[-1] if scales.ndim else 1
+    if rows % num_groups:
+        raise ValueError(f"scales {list(scales.shape)} of a weight of {rows} rows, which are no equal groups")
+    _check_broadcast(scales.shape[:-1], outer)
+    return (*outer, rows, 2 * num_bytes), torch.float32
 
 
 def _check_broadcast(scale_shape: Sequence[int], shape: Sequence[int]) -> None:
@@ -114,7 +121,9 @@ def _check_broadcast(scale_shape: Sequence[int], shape: Sequence[int]) -> None:
 
 
 _RULES: dict[str, Callable[[Transform, Sequence[Described]], Described]] = {
-    "add": _describe_sum,
+    "add": _describe_arithmetic,
+    "mul": _describe_arithmetic,
+    "check_block_scales": _describe_same,
     "concat": _describe_concat,
     "stack": _describe_stack,
     "dequantize_fp8": _describe_dequantized_fp8,

@@ -26,12 +26,24 @@ class Part(StrEnum):
     BLOCK_SCALES = "block_scales"
     """NVFP4 only: ``float8_e4m3fn``, a sixteenth of the last dim."""
     SCALES = "scales"
-    """float32. ``[1]`` for a matrix with one scale, or its grid of blocks ``[ceil(N/128), ceil(K/128)]``.
+    """float32.
 
-    Experts have one more dim in front, gate and up a dim of 2 behind it: ``[E, 2]`` and ``[E]`` in NVFP4,
-    ``[E, 2, ceil(I/128), ceil(H/128)]`` and ``[E, ceil(H/128), ceil(I/128)]`` in FP8. The n-gram table has ``[S]``, one
-    for each of S equal groups of rows.
+    One scale for each of G equal groups of rows: ``[1]`` for a matrix, ``[S]`` for an n-gram table in S shards,
+    ``[E, G]`` for experts, where G is 2 for gate and up and 1 for down. FP8 in blocks: the grid
+    ``[ceil(N/128), ceil(K/128)]`` of a matrix, ``[E, 2, ceil(I/128), ceil(H/128)]`` for gate and up,
+    ``[E, ceil(H/128), ceil(I/128)]`` for down.
     """
+
+
+DEQUANTIZE = {
+    WeightFormat.FP8: "dequantize_fp8",
+    WeightFormat.FP8_BLOCKS: "dequantize_fp8_blocks",
+    WeightFormat.NVFP4: "dequantize_nvfp4",
+}
+"""Format -> the transform that makes a float32 weight of its parts, in the order of `Part`."""
+
+PACKED_FP4 = "float4_e2m1fn_x2"
+"""The dtype of NVFP4's codes."""
 
 
 def part_name(weight: str, part: Part) -> str:

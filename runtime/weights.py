@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError, CheckpointError, PluginError
 from qwen4exp_trt.plugins.number_formats import dequantize_fp8_blocks, dequantize_nvfp4
 from qwen4exp_trt.runtime.specs import Literal, Source, Transform, WeightRecipe
+from qwen4exp_trt.runtime.weight_formats import DEQUANTIZE, Part, WeightFormat
 
 
 def dtype_from_name(name: str) -> torch.dtype:
@@ -30,10 +31,17 @@ def _dequantize_fp8(inputs: list[Tensor]) -> Tensor:
 
 
 def _dequantize_nvfp4(inputs: list[Tensor]) -> Tensor:
-    packed, block_scales, global_scale = inputs
-    if block_scales.numel() and int(block_scales.view(torch.uint8).amax()) > _LAST_SCALE_BYTE:
+    """A weight ``[..., N, K]``; each of the scales ``[..., G]`` belongs to one of G equal groups of its N rows."""
+    packed, block_scales, scales = inputs
+    scales = torch.atleast_1d(scales)
+    return dequantize_nvfp4(packed, block_scales, scales.repeat_interleave(packed.shape[-2] // scales.shape[-1], -1))
+
+
+def _check_block_scales(inputs: list[Tensor]) -> Tensor:
+    (scales,) = inputs
+    if scales.numel() and int(scales.view(torch.uint8).amax()) > _LAST_SCALE_BYTE:
         raise ValueError("a block scale is NaN or negative; the checkpoint is damaged, download it again")
-    return dequantize_nvfp4(packed, block_scales, global_scale)
+    return scales
 
 
 def name_from_dtype(dtype: torch.dtype) -> str:
@@ -43,6 +51,7 @@ def name_from_dtype(dtype: torch.dtype) -> str:
 TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "cast": lambda inputs, dtype: inputs[0].to(dtype_from_name(dtype)),
     "add": lambda inputs, value: inputs[0] + value,
+    "mul": lambda inputs, value: inputs[0] * value,
     "concat": lambda inputs, dim: torch.cat(inputs, dim),
     "stack": lambda inputs: torch.stack(inputs),
     "reshape": lambda inputs, shape: inputs[0].reshape(shape),
@@ -51,6 +60,7 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "dequantize_fp8": _dequantize_fp8,
     "dequantize_fp8_blocks": lambda inputs: dequantize_fp8_blocks(*inputs),
     "dequantize_nvfp4": _dequantize_nvfp4,
+    "check_block_scales": _check_block_scales,
 }
 """Transform name -> function of (inputs, **attrs)."""
 
@@ -59,6 +69,11 @@ def transform(op: str, *inputs: WeightRecipe, **attrs: Any) -> Transform:
     """A `Transform` whose op is known."""
     assert op in TRANSFORMS, op
     return Transform(op, tuple(inputs), tuple(attrs.items()))
+
+
+def dequantize(weight_format: WeightFormat, parts: Mapping[Part, WeightRecipe]) -> Transform:
+    """The float32 weight of the ``parts`` of a quantized one."""
+    return transform(DEQUANTIZE[weight_format], *(parts[part] for part in Part if part in parts))
 
 
 def sources_of(recipe: WeightRecipe) -> list[str]:

@@ -12,10 +12,10 @@ from qwen4exp_trt.builder.__main__ import main
 
 Capture = pytest.CaptureFixture[str]
 
-FLOAT32 = ["--precision", "float32", "--max-seq-len", "64", "--block-size", "8", "--max-batch-size", "2"]
+FLOAT32 = ["--activation-dtype", "float32", "--max-seq-len", "64", "--block-size", "8", "--max-batch-size", "2"]
 """Small limits, and no engine."""
 
-STAGES = ["config", "checkpoint", "export", "passes", "lower", "engine", "write"]
+STAGES = ["config", "checkpoint", "plan", "export", "passes", "lower", "engine", "write"]
 
 
 def tree(folder: Path) -> dict[str, str]:

@@ -51,7 +51,7 @@ def write_text_files(folder: Path) -> None:
 
 
 def build(checkpoint: Path, output: Path, **options: Any) -> Path:
-    """Build a float32 bundle (no engine) within `LIMITS`, unless told otherwise."""
-    values = {"precision": "float32", **LIMITS} | options
-    build_bundle(BuildOptions(checkpoint=checkpoint, output=output, **values), lambda stage: None)
+    """Build a bundle with float32 activations (no engine) within `LIMITS`, unless told otherwise."""
+    values = {"activation_dtype": "float32", **LIMITS} | options
+    build_bundle(BuildOptions(checkpoint=checkpoint, output=output, **values))
     return output

@@ -118,34 +118,34 @@ def make_pair(
     folder: Path,
     config_dict: dict[str, Any],
     edit: Edit | None = None,
-    precision: str = "float32",
+    dtype: str = "float32",
     seed: int = 0,
     **build: int,
 ) -> Pair:
     """Write a random checkpoint with transformers, read it back with transformers, build it and load the bundle."""
-    write_hf_checkpoint(folder / "checkpoint", config_dict, seed, precision)
-    reference = load_reference(folder / "checkpoint", precision)
+    write_hf_checkpoint(folder / "checkpoint", config_dict, seed, dtype)
+    reference = load_reference(folder / "checkpoint", dtype)
     if edit is not None:
         edit(folder / "checkpoint")
-    llm = build_llm(folder / "checkpoint", folder / "bundle", precision, **build)
+    llm = build_llm(folder / "checkpoint", folder / "bundle", dtype, **build)
     return Pair(reference, llm, folder / "checkpoint")
 
 
-def build_llm(checkpoint: Path, output: Path, precision: str, **build: int) -> LLM:
+def build_llm(checkpoint: Path, output: Path, dtype: str, **build: Any) -> LLM:
     """Build a bundle and load it. By default prompts of up to 128 tokens are scored in one step."""
     limits = {"max_batch_size": 16, "max_seq_len": 512, "prefill_chunk": 128, "block_size": 24} | build
-    build_bundle(BuildOptions(checkpoint=checkpoint, output=output, precision=precision, **limits), lambda stage: None)
+    build_bundle(BuildOptions(checkpoint=checkpoint, output=output, activation_dtype=dtype, **limits))
     return LLM(output)
 
 
-def load_reference(checkpoint: Path, precision: str) -> Any:
-    """The transformers model of a checkpoint with its weights cast to ``precision``; eager attention."""
+def load_reference(checkpoint: Path, dtype: str) -> Any:
+    """The transformers model of a checkpoint with its weights cast to ``dtype``; eager attention."""
     from transformers.models.qwen4_exp import modeling_qwen4_exp
 
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     name = "Qwen4ExpForConditionalGeneration" if "text_config" in config else "Qwen4ExpForCausalLM"
     model_class = getattr(modeling_qwen4_exp, name)
-    return model_class.from_pretrained(checkpoint, dtype=getattr(torch, precision), attn_implementation="eager").eval()
+    return model_class.from_pretrained(checkpoint, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
 
 
 def reference_modules(reference: Any, class_name: str) -> list[Any]:
@@ -294,7 +294,7 @@ def check_bf16(exact: Tensor, theirs: Tensor, ours: Tensor) -> None:
 
 def bf16_logits(checkpoint: Path, llm: LLM, prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Logits ``[T, V]`` of all prompts: exact, of transformers in BF16, and of ``llm``."""
-    exact, rounded = (load_reference(checkpoint, precision) for precision in ("float32", "bfloat16"))
+    exact, rounded = (load_reference(checkpoint, dtype) for dtype in ("float32", "bfloat16"))
     return (
         torch.cat([reference_logits(exact, prompt) for prompt in prompts]),
         torch.cat([reference_logits(rounded, prompt) for prompt in prompts]).float(),

@@ -1,7 +1,8 @@
-"""The released config, and its export at full size."""
+"""The released config, its export at full size, and the formats in which checkpoints of it are published."""
 
 from __future__ import annotations
 
+import re
 import resource
 import time
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from pathlib import Path
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
+from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 RELEASED_CONFIG = Path(__file__).parent / "fixtures" / "released_config.json"
 BLOCK_SIZE = 64
@@ -39,3 +42,29 @@ def export_released() -> ReleasedExport:
 
 def _peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+EXPERTS = r"\.mlp\.experts\."
+TABLE = r"\.ngram_embedding\."
+NGRAM = r"\.ple\.(key|value)_proj\."
+SHARED_EXPERTS = r"\.shared_expert\."
+LINEAR_ATTENTION = r"\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\."
+ATTENTION = r"\.self_attn\.[qkvo]_proj\."
+INDEXER = r"\.index_qk_proj\."
+HYPER_CONNECTIONS = r"\.(input_mix_weight_down|input_mix_weight_up|block_inject_weight)\."
+LM_HEAD = r"^lm_head\."
+
+
+def released_formats(format_of: dict[str, WeightFormat]) -> dict[str, WeightFormat]:
+    """The format of each weight of the released model of which one of the patterns is found in the name."""
+    names = expected_weights(released_config())
+    return {name: fmt for pattern, fmt in format_of.items() for name in names if re.search(pattern, name)}
+
+
+OFFICIAL_FP8 = released_formats({EXPERTS: WeightFormat.FP8_BLOCKS, TABLE: WeightFormat.FP8})
+PUBLISHED_NVFP4 = released_formats({EXPERTS: WeightFormat.NVFP4, TABLE: WeightFormat.FP8})
+NVFP4_TABLE = released_formats({TABLE: WeightFormat.NVFP4})
+CONVERTED_TO_NVFP4 = PUBLISHED_NVFP4 | released_formats(
+    dict.fromkeys((SHARED_EXPERTS, LINEAR_ATTENTION, ATTENTION, LM_HEAD), WeightFormat.NVFP4)
+)
+"""What ``--precision nvfp4`` makes of a published NVFP4 checkpoint."""

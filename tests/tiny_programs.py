@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qwen4exp_trt.frontend.export import trace_program
 from qwen4exp_trt.passes.base import Pass, PassManager, PassResult
@@ -15,7 +15,8 @@ from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.plugins.sample_batches import sample_batch
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import format_program
-from qwen4exp_trt.runtime.specs import NUM_SLOTS, Dim, StateKind, StateSpec, TensorSpec
+from qwen4exp_trt.runtime.specs import NUM_SLOTS, Dim, StateKind, StateSpec, TensorSpec, extent_of
+from qwen4exp_trt.runtime.weights import dtype_from_name
 
 BATCH = tuple(
     TensorSpec(name, shape, "int32")
@@ -62,12 +63,20 @@ def sample_steps(program: Program) -> SampleSteps:
         batch = sample_batch(query_lens, [2] * len(query_lens))
         dims = {"T": batch["T"]}
         values = {
-            spec.name: torch.randn([d if isinstance(d, int) else dims[d] for d in spec.shape], generator=generator)
+            spec.name: _random_values(spec, [extent_of(dim, dims) for dim in spec.shape], generator)
             for spec in program.inputs
             if spec.name not in batch
         }
         steps.append(values | {spec.name: batch[spec.name] for spec in program.inputs if spec.name in batch})
     return SampleSteps(tuple(steps), {NUM_SLOTS: len(_STEPS[-1]) + 3})
+
+
+def _random_values(spec: TensorSpec, shape: list[int], generator: torch.Generator) -> Tensor:
+    """Normal, or ids below 4."""
+    dtype = dtype_from_name(spec.dtype)
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(4, shape, generator=generator, dtype=dtype)
 
 
 def verifier_for(program: Program) -> Verifier:

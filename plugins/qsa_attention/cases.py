@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from qwen4exp_trt.plugins.number_formats import e4m3_from_float
 from qwen4exp_trt.plugins.qsa_indexer.cases import inv_freq
 from qwen4exp_trt.plugins.sample_batches import gain, normal, sample_batch, sample_block_table, sample_positions
 from qwen4exp_trt.plugins.spec import Case
@@ -32,6 +33,7 @@ def _case(
     context_lens: Sequence[int],
     dense: bool = False,
     spread: bool = False,
+    fp8: bool = False,
     **padding: int,
 ) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
@@ -40,6 +42,7 @@ def _case(
         positions = sample_positions(batch, spread)
         selected = torch.full((1, 1), -1, dtype=torch.int32) if dense else _selection(batch, generator)
         tokens = batch.pop("T")
+        cache = normal(generator, pool, 2, BLOCK_SIZE, HKV, D, dtype=dtype)
         batch.pop("num_slots")
         batch.pop("slot_ids")
         return {
@@ -49,7 +52,7 @@ def _case(
             "positions": positions,
             "inv_freq": inv_freq(16),
             "selected_groups": selected,
-            "kv_cache": normal(generator, pool, 2, BLOCK_SIZE, HKV, D, dtype=dtype),
+            "kv_cache": e4m3_from_float(cache) if fp8 else cache,
             **batch,
             "block_table": table,
             "num_heads": HQ,
@@ -66,5 +69,7 @@ CASES = (
     _case("fresh", [1, 3, 4, 35], [0, 0, 0, 0]),
     _case("mixed", [1, 7, 2, 1], [43, 20, 2, 0], padding_seqs=2, padding_rows=3),
     _case("dense", [5, 1], [0, 30], dense=True),
+    _case("decode, FP8 cache", [1, 1, 1, 1], [15, 16, 46, 0], fp8=True),
+    _case("mixed, FP8 cache", [1, 7, 2, 1], [43, 20, 2, 0], fp8=True, padding_seqs=2, padding_rows=3),
     _case("image positions", [9, 1], [2, 31], spread=True),
 )

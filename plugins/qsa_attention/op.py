@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.number_formats import e4m3_from_float, float_from_e4m3
 from qwen4exp_trt.plugins.numerics import gather_pages, rms_norm, rotary_angles, rotate
 from qwen4exp_trt.plugins.packed import BLOCK_TABLE, NUM_SEQS, QUERY_START_LOC, SEQ_LENS, PackedBatch
 from qwen4exp_trt.plugins.qsa_attention.cases import CASES
@@ -17,11 +18,23 @@ QUERY_TILE = 128
 
 
 def store_kv(batch: PackedBatch, k: Tensor, v: Tensor, kv_cache: Tensor, block_table: Tensor) -> None:
-    """Write ``k v`` ``[T, HKV, D]`` of the new tokens to their places in the paged cache ``[NB, 2, P, HKV, D]``."""
+    """Write ``k v`` ``[T, HKV, D]`` of the new tokens to their places in the paged cache ``[NB, 2, P, HKV, D]``.
+
+    They are rounded to its dtype, once if they are float32, and FP8 saturates.
+    """
     position, block_size = batch.position_of_token, kv_cache.shape[2]
     block = block_table[batch.seq_of_token, position // block_size].long()
     for which, rows in enumerate((k, v)):
-        kv_cache[block, which, position % block_size] = rows[: batch.num_tokens].to(kv_cache.dtype)
+        rows = rows[: batch.num_tokens]
+        kv_cache[block, which, position % block_size] = (
+            e4m3_from_float(rows) if kv_cache.dtype == torch.float8_e4m3fn else rows.to(kv_cache.dtype)
+        )
+
+
+def load_kv(kv_cache: Tensor, which: int, block_table: Tensor, count: int, num_keys: int) -> Tensor:
+    """Keys (``which`` 0) or values (1) of the first ``count`` sequences: float32 ``[count, num_keys, HKV, D]``."""
+    rows = gather_pages(kv_cache[:, which], block_table, count)[:, :num_keys]
+    return float_from_e4m3(rows) if rows.dtype == torch.float8_e4m3fn else rows.float()
 
 
 def selection_mask(selected: Tensor, positions: Tensor, num_keys: int, compress_ratio: int) -> Tensor:
@@ -69,7 +82,7 @@ def body(
     q, gate = q_gate.unflatten(-1, (num_heads, 2, head_dim)).unbind(2)
     angles = rotary_angles(positions, inv_freq, mrope_section)[:, None]
     q = rotate(rms_norm(q, q_gain, eps), angles).to(qkv.dtype)
-    k = rotate(rms_norm(k.unflatten(-1, (num_kv_heads, head_dim)), k_gain, eps), angles).to(qkv.dtype)
+    k = rotate(rms_norm(k.unflatten(-1, (num_kv_heads, head_dim)), k_gain, eps), angles)
     store_kv(batch, k, v.unflatten(-1, (num_kv_heads, head_dim)), kv_cache, block_table)
     out = batch.unpad(_attend_padded(batch, batch.pad(q), selected_groups, kv_cache, block_table, compress_ratio))
     return (out * gate.flatten(1).float().sigmoid()).to(qkv.dtype)
@@ -82,7 +95,7 @@ def _attend_padded(
     seq_lens = batch.context_lens + batch.query_lens
     num_keys = int(seq_lens.max()) if len(seq_lens) else 0
     count = len(seq_lens)
-    k, v = (gather_pages(kv_cache[:, which], block_table, count)[:, :num_keys].float() for which in (0, 1))
+    k, v = (load_kv(kv_cache, which, block_table, count, num_keys) for which in (0, 1))
     key_index = torch.arange(num_keys)
     # Pages hold whatever an earlier owner left behind the last token; a NaN there must not spread through 0 * NaN.
     unused = (key_index >= seq_lens[:, None])[..., None, None]
@@ -110,7 +123,7 @@ SPEC = OpSpec(
         TensorArg("positions", (3, "T"), "int32"),
         TensorArg("inv_freq", ("R",), "float32"),
         TensorArg("selected_groups", ("TS", "G"), "int32"),  # TS = T; not read when compress_ratio is 0 (dense)
-        TensorArg("kv_cache", ("NB", 2, "P", "HKV", "D"), mutated=True),
+        TensorArg("kv_cache", ("NB", 2, "P", "HKV", "D"), "activation or float8_e4m3fn", mutated=True),
         QUERY_START_LOC,
         SEQ_LENS,
         BLOCK_TABLE,

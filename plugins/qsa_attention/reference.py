@@ -19,6 +19,15 @@ def visible_keys(position: int, selected: Sequence[int], compress_ratio: int) ->
     return keys + list(range((position + 1) // compress_ratio * compress_ratio, position + 1))
 
 
+def to_cache(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """FP8: the nearest of its numbers, of two equally near ones the one of even byte; beyond them the largest."""
+    if dtype != torch.float8_e4m3fn:
+        return x
+    bytes_by_parity = torch.tensor([*range(0, 0x7F, 2), *range(1, 0x7F, 2)], dtype=torch.uint8)
+    distance = (x.abs()[..., None] - bytes_by_parity.view(dtype).float()).abs()
+    return bytes_by_parity[distance.argmin(-1)].view(dtype).float().copysign(x).to(dtype)
+
+
 def reference(
     qkv: Tensor,
     q_gain: Tensor,
@@ -46,15 +55,16 @@ def reference(
             place = (int(block_table[b, p // P]), p % P)
             k, v = qkv[t, 2 * num_heads * D :].reshape(2, HKV, D)
             for h in range(HKV):
-                kv_cache[place[0], 0, place[1], h] = norm_and_rotate(k[h], k_gain, positions[:, t], *rope)
-                kv_cache[place[0], 1, place[1], h] = v[h]
+                k_h = norm_and_rotate(k[h], k_gain, positions[:, t], *rope)
+                kv_cache[place[0], 0, place[1], h] = to_cache(k_h, kv_cache.dtype)
+                kv_cache[place[0], 1, place[1], h] = to_cache(v[h], kv_cache.dtype)
             selected = [] if compress_ratio == 0 else selected_groups[t].tolist()
             keys = visible_keys(p, selected, compress_ratio)
             pages = [kv_cache[int(block_table[b, key // P]), :, key % P] for key in keys]
             for h in range(num_heads):
                 q, gate = qkv[t, 2 * h * D : 2 * (h + 1) * D].reshape(2, D)
                 q = norm_and_rotate(q, q_gain, positions[:, t], *rope)
-                kv = torch.stack([page[:, h // (num_heads // HKV)] for page in pages])
+                kv = torch.stack([page[:, h // (num_heads // HKV)].float() for page in pages])
                 weights = torch.softmax(kv[:, 0] @ q / D**0.5, 0)
                 out[t, h * D : (h + 1) * D] = weights @ kv[:, 1] / (1 + torch.exp(-gate))
     return out

@@ -12,9 +12,10 @@ from build_command import FLOAT32
 
 from qwen4exp_trt.builder import build as build_module
 from qwen4exp_trt.builder.__main__ import main
-from qwen4exp_trt.builder.compile import CompiledProgram, compile_program
+from qwen4exp_trt.builder.compile import CompiledProgram, ExportOptions, compile_program
 from qwen4exp_trt.builder.engine import EngineBuild
 from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.passes.pipeline import Quantization
 
 
 @pytest.fixture(scope="session")
@@ -31,14 +32,14 @@ def damaged(checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def compiled(checkpoint: Path) -> CompiledProgram:
-    return compile_program(ModelConfig.from_dir(checkpoint), "float32", 8, lambda stage: None)
+    return compile_program(ModelConfig.from_dir(checkpoint), ExportOptions("float32", "auto", 8), Quantization())
 
 
 @pytest.fixture
 def quick(compiled: CompiledProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds take the program compiled before and a stand-in for the engine: for what happens around them."""
 
-    def compile_quickly(config: Any, precision: str, block_size: int, stage: Callable[[str], None]) -> CompiledProgram:
+    def compile_quickly(config: Any, options: Any, quantization: Any, stage: Callable[[str], None]) -> CompiledProgram:
         for name in ("export", "passes", "lower"):
             stage(name)
         return compiled

@@ -22,6 +22,7 @@ from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.compile import CompiledProgram
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.passes.base import graph_pass
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE, Manifest
@@ -119,7 +120,7 @@ def test_bundle_with_an_engine(checkpoint: Path, tmp_path: Path, capsys: Capture
     assert main([str(checkpoint), "-o", str(tmp_path / "bundle"), *FLOAT32[2:]]) == 0
     manifest = Manifest.load(tmp_path / "bundle")
     manifest.check_files(tmp_path / "bundle")
-    assert (manifest.precision, manifest.target, manifest.backend) == ("bfloat16", "sm121", "tensorrt-rtx")
+    assert (manifest.precision, manifest.target, manifest.backend) == ("checkpoint", "sm121", "tensorrt-rtx")
     assert {ENGINE_FILE, LAYERS_FILE, ONNX_FILE, "program/graph.py", "program/tables.json"} <= set(manifest.files)
     written = {name for name, kind in tree(tmp_path / "bundle").items() if kind != "folder"}
     assert written == {*manifest.files, "manifest.json"}
@@ -138,7 +139,7 @@ def test_verify_executes_every_pass_and_the_onnx(checkpoint: Path, tmp_path: Pat
     verified = r"verified +relative error of the passes \d\.\de[-+]\d\d, of the ONNX \d\.\de[-+]\d\d \(float32\)\n"
     assert re.search(verified, out)
     passes = Manifest.load(tmp_path / "bundle").passes
-    assert len(passes) == len(compile_module.PIPELINE)
+    assert len(passes) == len(make_pipeline(Quantization()))
     assert all(0 <= result["max_error"] < 1e-5 for result in passes)
 
 
@@ -157,7 +158,7 @@ def break_a_norm(program: Program) -> int:
 def test_verify_finds_a_broken_pass(
     checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_module, "PIPELINE", (break_a_norm,))
+    monkeypatch.setattr(compile_module, "make_pipeline", lambda quantization: (break_a_norm,))
     argv = [checkpoint, "-o", tmp_path / "bundle", *FLOAT32]
     assert main([str(arg) for arg in argv]) == 0, "nothing else finds it"
     shutil.rmtree(tmp_path / "bundle")

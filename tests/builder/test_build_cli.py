@@ -157,7 +157,7 @@ def test_progress_and_table(bundle: Path, checkpoint: Path, capsys: Capture) -> 
     out, err = capsys.readouterr()
     assert err == ""
     config, plan, rest, table = out.split("\n\n")
-    assert plan.startswith("plan  ") and " not yet known " in plan
+    assert plan.startswith("plan  ") and " an estimate; the engine build tells" in plan
     progress = f"{config}\n{rest}"
     assert [re.fullmatch(r"(\w+) +\d+\.\d s", line)[1] for line in progress.splitlines()] == STAGES  # type: ignore[index]
     rows = {line[:20].strip(): line[22:] for line in table.splitlines()}

@@ -18,7 +18,7 @@ from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.plugins.spec import NAMESPACE
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program import Program
@@ -43,11 +43,13 @@ def trt() -> Any:
     return load_trt("tensorrt-rtx")
 
 
-@pytest.fixture(scope="module", params=["as traced", "after the passes"])
+@pytest.fixture(scope="module", params=["as traced", "after the passes", "with an FP8 cache"])
 def lowered(request: pytest.FixtureRequest) -> Lowered:
-    program = export_program(ModelConfig.from_dict(tiny_config_dict(), "tiny"), "bfloat16", LIMITS.block_size)
-    if request.param == "after the passes":
-        program, _ = PassManager(PIPELINE).run(program)
+    config = ModelConfig.from_dict(tiny_config_dict(), "tiny")
+    kv_cache_dtype = "float8_e4m3fn" if request.param == "with an FP8 cache" else "auto"
+    program = export_program(config, "bfloat16", LIMITS.block_size, kv_cache_dtype)
+    if request.param != "as traced":
+        program, _ = PassManager(make_pipeline(Quantization())).run(program)
     profiles = optimization_profiles(LIMITS, (*program.inputs, *program.states))
     return Lowered(program, lower_program(program), profiles)
 
@@ -82,7 +84,9 @@ def test_inputs_and_outputs_are_those_of_the_program(build: EngineBuild, lowered
     assert tensors.keys() == {*names, *(spec.out_name for spec in program.states)}
     for spec in (*program.inputs, *program.states, *program.outputs):
         assert tensors[spec.name]["dims"] == [-1 if isinstance(dim, str) else dim for dim in spec.shape]
+    names = {"bfloat16": "BFloat16", "float32": "Float", "int32": "Int32", "float8_e4m3fn": "FP8"}
     for spec in program.states:
+        assert tensors[spec.name]["dtype"] == names[spec.dtype]
         assert tensors[spec.out_name] == tensors[spec.name] | {"name": spec.out_name, "mode": "output"}
 
 

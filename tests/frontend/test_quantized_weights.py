@@ -59,13 +59,13 @@ WIDE = {"hidden_size": 160, "moe_intermediate_size": 144}
 def test_recipes_give_exactly_the_dequantized_weights(tmp_path: Path, name: str, overrides: dict[str, Any]) -> None:
     tensors = write(tmp_path, RELEASES[name], **overrides)
     config, checkpoint = ModelConfig.from_dir(tmp_path), Checkpoint.open(tmp_path)
-    recipes = resolve_weights(config, checkpoint).recipes
-    assert list(recipes) == list(expected_weights(config))
-    for weight, recipe in recipes.items():
-        stored = recipe_from_json(recipe_to_json(recipe))
-        got = materialize(transform("cast", stored, dtype="float32"), checkpoint.tensor)
+    weights = resolve_weights(config, checkpoint).weights
+    assert list(weights) == list(expected_weights(config))
+    for weight, stored in weights.items():
+        recipe = recipe_from_json(recipe_to_json(stored.value))
+        got = materialize(transform("cast", recipe, dtype="float32"), checkpoint.tensor)
         assert torch.equal(got, tensors.values[weight]), weight
-        rounded = materialize(transform("cast", stored, dtype="bfloat16"), checkpoint.tensor)
+        rounded = materialize(transform("cast", recipe, dtype="bfloat16"), checkpoint.tensor)
         assert torch.equal(rounded, tensors.values[weight].bfloat16()), weight
 
 
@@ -73,8 +73,8 @@ def test_trap_16_gate_and_up_keep_their_own_scales(tmp_path: Path) -> None:
     stored = write(tmp_path, RELEASES["NVFP4 experts, FP8 table"]).stored
     expert = EXPERT.removesuffix("up_proj")
     assert stored[f"{expert}gate_proj.weight_scale_2"] != stored[f"{expert}up_proj.weight_scale_2"]
-    recipes = resolve_weights(ModelConfig.from_dir(tmp_path), Checkpoint.open(tmp_path)).recipes
-    sources = sources_of(recipes["layers.2.mlp.experts.gate_up_proj"])
+    weights = resolve_weights(ModelConfig.from_dir(tmp_path), Checkpoint.open(tmp_path)).weights
+    sources = sources_of(weights["layers.2.mlp.experts.gate_up_proj"].value)
     for projection in ("gate_proj", "up_proj"):
         assert f"{STORED_PREFIX}{expert}{projection}.weight_scale_2" in sources
 
@@ -95,11 +95,11 @@ def test_every_tensor_decides_for_itself(tmp_path: Path) -> None:
 
     write(tmp_path, RELEASES["NVFP4 experts, FP8 table"], mix)
     checkpoint = Checkpoint.open(tmp_path)
-    recipes = resolve_weights(ModelConfig.from_dir(tmp_path), checkpoint).recipes
-    gate_up = materialize(recipes["layers.2.mlp.experts.gate_up_proj"], checkpoint.tensor)
+    weights = resolve_weights(ModelConfig.from_dir(tmp_path), checkpoint).weights
+    gate_up = materialize(weights["layers.2.mlp.experts.gate_up_proj"].value, checkpoint.tensor)
     assert torch.equal(gate_up[6, 16:], expected["layers.2.mlp.experts.6.up_proj"])
     assert torch.equal(gate_up[7, 16:], expected[EXPERT])
-    table = materialize(recipes[f"{TABLE_OF_LAYER}.weight"], checkpoint.tensor)
+    table = materialize(weights[f"{TABLE_OF_LAYER}.weight"].value, checkpoint.tensor)
     assert torch.equal(table[128:192], expected[f"{TABLE_OF_LAYER}.shard_2"])
 
 
@@ -164,7 +164,7 @@ BAD_NVFP4 = {
     "global scale a row": (
         f"{EXPERT}.weight_scale_2",
         torch.ones(16),
-        f"wrong shape (1): {P}{EXPERT}.weight_scale_2 [16] instead of [] or [1]",
+        f"wrong shape (1): {P}{EXPERT}.weight_scale_2 [16] instead of [1] or []",
     ),
     "BF16 global scale": (
         f"{EXPERT}.weight_scale_2",
@@ -218,7 +218,7 @@ BAD_NVFP4 = {
     "scale of the table a row": (
         f"{TABLE_OF_LAYER}.weight_scale",
         torch.ones(256, dtype=torch.bfloat16),
-        f"wrong shape (1): {P}{TABLE_OF_LAYER}.weight_scale [256] instead of [] or [1]",
+        f"wrong shape (1): {P}{TABLE_OF_LAYER}.weight_scale [256] instead of [1] or []",
     ),
 }
 
@@ -295,9 +295,9 @@ def test_a_block_scale_that_is_nan_or_negative_is_named_when_the_weight_is_made(
 
     write(tmp_path, RELEASES["NVFP4 experts, FP8 table"], edit)
     checkpoint = Checkpoint.open(tmp_path)
-    recipes = resolve_weights(ModelConfig.from_dir(tmp_path), checkpoint).recipes
-    with pytest.raises(CheckpointError, match=rf"{EXPERT}\.weight_scale, .*: a block scale is NaN or negative"):
-        materialize(recipes["layers.2.mlp.experts.gate_up_proj"], checkpoint.tensor)
+    weights = resolve_weights(ModelConfig.from_dir(tmp_path), checkpoint).weights
+    with pytest.raises(CheckpointError, match=rf"{EXPERT}\.weight_scale: a block scale is NaN or negative"):
+        materialize(weights["layers.2.mlp.experts.gate_up_proj"].value, checkpoint.tensor)
 
 
 # --- what configs say -----------------------------------------------------------------------------------------------

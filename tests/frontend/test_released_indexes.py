@@ -108,7 +108,7 @@ def test_released_indexes_are_resolved_fast(
     resolved = resolve_weights(config, checkpoint)
     assert time.perf_counter() - begin < 30
     num_experts = 48 * 512 * 3
-    sources = sources_of(resolved.recipes["layers.47.mlp.experts.gate_up_proj"])
+    sources = sources_of(resolved.weights["layers.47.mlp.experts.gate_up_proj"].value)
     assert len(sources) == 512 * 2 * (1 + num_scales)
     assert len(resolved.set_aside["activation scales"]) == (num_experts if experts is nvfp4_headers else 0)
     assert len(resolved.set_aside["mtp"]) == 29 + 512 * 3 * 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 from model_zoo import tiny_config_dict
@@ -61,6 +62,16 @@ def test_dtypes_and_initial_values(released: tuple[StateSpec, ...]) -> None:
     assert {spec.kind: spec.init for spec in released if spec.init} == {StateKind.NGRAM_IDS: 248044}
     in_float32 = state_specs(released_config(), "float32", BLOCK_SIZE)
     assert {spec.dtype for spec in in_float32} == {"float32", "int32"}
+
+
+def test_the_dtype_of_the_kv_cache_is_its_own(released: tuple[StateSpec, ...]) -> None:
+    """Half of the bytes; the indexer's keys stay, so that the selection does."""
+    in_fp8 = state_specs(released_config(), "bfloat16", BLOCK_SIZE, "float8_e4m3fn")
+    changed = {spec.name: (spec, other) for spec, other in zip(released, in_fp8, strict=True) if spec != other}
+    assert len(changed) == 12
+    for spec, other in changed.values():
+        assert other == replace(spec, dtype="float8_e4m3fn") and other.kind is StateKind.KV_CACHE
+        assert 2 * other.row_bytes == spec.row_bytes
 
 
 def test_the_ngram_states_belong_to_the_zero_based_layer(released: tuple[StateSpec, ...]) -> None:

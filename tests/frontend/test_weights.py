@@ -52,11 +52,11 @@ def open_saved(path: Path, tensors: dict[str, Tensor], prefix: str = "model.") -
 
 
 def assert_resolves_to(checkpoint: Checkpoint, expected: dict[str, Tensor], config: ModelConfig = CONFIG) -> None:
-    recipes = resolve_weights(config, checkpoint).recipes
-    assert list(recipes) == list(expected_weights(config))
-    for name, recipe in recipes.items():
-        stored = recipe_from_json(recipe_to_json(recipe))
-        assert torch.equal(materialize(stored, checkpoint.tensor), expected[name]), name
+    weights = resolve_weights(config, checkpoint).weights
+    assert list(weights) == list(expected_weights(config))
+    for name, stored in weights.items():
+        recipe = recipe_from_json(recipe_to_json(stored.value))
+        assert torch.equal(materialize(recipe, checkpoint.tensor), expected[name]), name
 
 
 @pytest.mark.parametrize(

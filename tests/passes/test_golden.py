@@ -13,10 +13,13 @@ from model_zoo import tiny_config_dict
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = ["00_input.py", *(f"{index:02d}_{graph_pass.name}.py" for index, graph_pass in enumerate(PIPELINE, 1))]
+NAMES = [
+    "00_input.py",
+    *(f"{index:02d}_{graph_pass.name}.py" for index, graph_pass in enumerate(make_pipeline(Quantization()), 1)),
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +28,7 @@ def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layer_types = ["linear_attention", "linear_attention", "full_attention"]
     config = ModelConfig.from_dict(tiny_config_dict(num_hidden_layers=3, layer_types=layer_types), "golden")
     folder = tmp_path_factory.mktemp("dump")
-    PassManager(PIPELINE, dump_dir=folder).run(export_program(config, "bfloat16", block_size=16))
+    PassManager(make_pipeline(Quantization()), dump_dir=folder).run(export_program(config, "bfloat16", block_size=16))
     return folder
 
 

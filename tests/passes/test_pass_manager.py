@@ -241,6 +241,19 @@ def test_a_change_of_a_state_alone_is_noticed() -> None:
         run_pass(edit(convolve_another_input), aside)
 
 
+def test_a_change_on_purpose_is_compared_with_its_baseline(program: Program) -> None:
+    def spell_out(program: Program) -> Program:
+        program = program.copy()
+        halve_the_output(program)
+        program.module.recompile()
+        return program
+
+    halving = replace(edit(halve_the_output), baseline=spell_out)
+    assert run_pass(halving, program)[1].max_error == 0.0
+    with pytest.raises(PassError, match=r"pass bad_pass changes out_0 of step 0: relative RMS error 1, tolerance 0"):
+        run_pass(replace(edit(lambda p: insert_sigmoid(p, "proj__linear")), baseline=spell_out), program)
+
+
 def test_without_a_verifier_nothing_is_executed(program: Program) -> None:
     _, (result,) = PassManager([edit(halve_the_output)]).run(program)
     assert result.max_error is None

@@ -19,9 +19,9 @@ from torch import Tensor, fx
 from qwen4exp_trt import passes
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
-from qwen4exp_trt.passes.base import Pass, PassManager
+from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.facts import find_violation
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import Verifier, batch_samples, initial_states, random_source, relative_error
 from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, is_getitem
@@ -67,8 +67,8 @@ def ops_of(program: Program) -> Counter[str]:
 def test_every_pass_keeps_the_function_of_a_tiny_model(name: str) -> None:
     """Executed before and after each pass: outputs of every step and all states, exactly or within its tolerance."""
     config, program = tiny_config(name), tiny_program(name)
-    after, results = PassManager(PIPELINE, verifier_for(config, program)).run(program)
-    assert [result.name for result in results] == [graph_pass.name for graph_pass in PIPELINE]
+    after, results = PassManager(make_pipeline(Quantization()), verifier_for(config, program)).run(program)
+    assert [result.name for result in results] == [graph_pass.name for graph_pass in make_pipeline(Quantization())]
     # Half layers each end in a combine; the n-gram embedding reads the one before its layer, if there is one.
     combines = 2 * config.num_hidden_layers - sum(layer > 0 for layer in config.ple_layers)
     assert ops_of(after)["q4e.hc_combine_norm"] == combines
@@ -77,32 +77,28 @@ def test_every_pass_keeps_the_function_of_a_tiny_model(name: str) -> None:
 
 def test_everything_that_a_pass_ensures_holds_at_the_end() -> None:
     """A later pass must not undo an earlier one: a merge after folding, say, would leave a concatenation of weights."""
-    after, _ = PassManager(PIPELINE).run(tiny_program("all mechanisms"))
-    facts = {fact for graph_pass in PIPELINE for fact in graph_pass.ensures}
+    after, _ = PassManager(make_pipeline(Quantization())).run(tiny_program("all mechanisms"))
+    facts = {fact for graph_pass in make_pipeline(Quantization()) for fact in graph_pass.ensures}
     assert {fact: find_violation(fact, after) for fact in facts} == dict.fromkeys(facts)
 
 
 def test_a_second_run_of_the_pipeline_changes_nothing() -> None:
-    once, _ = PassManager(PIPELINE).run(tiny_program("all mechanisms"))
-    _, results = PassManager(PIPELINE).run(once)
-    assert [result.rewrites for result in results] == [0] * len(PIPELINE)
+    once, _ = PassManager(make_pipeline(Quantization())).run(tiny_program("all mechanisms"))
+    _, results = PassManager(make_pipeline(Quantization())).run(once)
+    assert [result.rewrites for result in results] == [0] * len(make_pipeline(Quantization()))
 
 
 def test_every_requirement_is_ensured_by_an_earlier_pass() -> None:
     known: set[str] = set()
-    for graph_pass in PIPELINE:
+    for graph_pass in make_pipeline(Quantization()):
         assert graph_pass.requires <= known, f"{graph_pass.name} requires {graph_pass.requires - known}"
         known |= graph_pass.ensures
 
 
 def test_every_pass_file_is_in_the_pipeline_and_has_a_test() -> None:
-    found = {}
-    for module in pkgutil.iter_modules(passes.__path__):
-        value = getattr(import_module(f"{passes.__name__}.{module.name}"), module.name, None)
-        if isinstance(value, Pass):
-            found[module.name] = value
-    assert set(found.values()) == set(PIPELINE)
-    assert len(found) == len(PIPELINE)
+    files = [module.name for module in pkgutil.iter_modules(passes.__path__)]
+    found = {name for name in files if hasattr(import_module(f"{passes.__name__}.{name}"), name)}
+    assert found == {graph_pass.name for graph_pass in make_pipeline(Quantization())}
     tests = Path(__file__).parent
     assert [name for name in found if not (tests / f"test_{name}.py").is_file()] == []
 
@@ -133,7 +129,7 @@ class ShapeChecker(fx.Interpreter):
 
 def test_the_shapes_and_dtypes_stated_after_the_pipeline_are_true() -> None:
     config, program = tiny_config("all mechanisms"), tiny_program("all mechanisms")
-    after, _ = PassManager(PIPELINE).run(program)
+    after, _ = PassManager(make_pipeline(Quantization())).run(program)
     verifier = verifier_for(config, program)
     sample = verifier.samples[1]
     values = {**sample.steps[0], **initial_states(after, sample)}
@@ -155,7 +151,7 @@ def test_in_bfloat16_the_passes_bring_no_value_farther_from_float32() -> None:
     config = ModelConfig.from_dict(tiny_config_dict(**overrides), "bfloat16")
     exact = export_program(config, "float32", BLOCK_SIZE)
     before = export_program(config, "bfloat16", BLOCK_SIZE)
-    after, _ = PassManager(PIPELINE).run(before)
+    after, _ = PassManager(make_pipeline(Quantization())).run(before)
     verifier = Verifier(batch_samples(config.vocab_size, BLOCK_SIZE, 16), random_source(before.weights))
     errors = [errors_against(exact, rounded, verifier) for rounded in (before, after)]
     assert {key: error for key, error in errors[1].items() if error > 2 * errors[0][key]} == {}
@@ -208,7 +204,7 @@ RELEASED_OPS = {
 
 def test_the_released_model_goes_through_the_pipeline(released_export: ReleasedExport) -> None:
     before, start = released_export.program, time.perf_counter()
-    after, _ = PassManager(PIPELINE).run(before)
+    after, _ = PassManager(make_pipeline(Quantization())).run(before)
     assert time.perf_counter() - start < 60
     assert ops_of(after) == RELEASED_OPS
     assert after.states == before.states

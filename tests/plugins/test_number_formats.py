@@ -16,8 +16,10 @@ from qwen4exp_trt.plugins.number_formats import (
     dequantize_nvfp4,
     e4m3_from_float,
     encode_nvfp4,
+    float_from_e4m3,
     pack_e2m1,
     quantize_nvfp4,
+    quantize_nvfp4_activations,
     unpack_e2m1,
 )
 
@@ -56,7 +58,7 @@ def random_scales(*shape: int, seed: int = 0) -> Tensor:
 
 def test_every_e4m3_byte_decodes() -> None:
     expected = torch.tensor([e4m3_of_byte(byte) for byte in range(256)])
-    found = all_bytes().view(FP8).float()
+    found = float_from_e4m3(all_bytes().view(FP8))
     assert torch.equal(found.isnan(), expected.isnan()) and int(found.isnan().sum()) == 2
     assert torch.equal(found.nan_to_num(7e7), expected.nan_to_num(7e7))
     assert torch.equal(found.signbit(), expected.signbit() | (all_bytes() == 0xFF))
@@ -160,6 +162,38 @@ def test_quantize_finds_the_least_squared_error_of_each_block(dtype: torch.dtype
     assert found.sum() < error(amax).sum() * 0.8
 
 
+def test_the_search_has_the_bits_of_ieee_arithmetic() -> None:
+    """numpy finds the same scales, operation by operation in float32, and so will a GPU: the order of sums is fixed."""
+    f32 = np.float32
+    weight = torch.randn(3000, 16, generator=torch.Generator().manual_seed(6))
+    _, scales, global_scale = quantize_nvfp4(weight)
+    magnitudes, g = np.abs(weight.numpy()), f32(global_scale.item())
+    first = e4m3_from_float(torch.from_numpy(magnitudes.max(1) / (f32(6) * g))).view(torch.uint8).numpy().astype(int)
+    grid = np.array([e2m1_of_code(code) for code in range(8)], f32)
+    even_first = [0, 2, 4, 6, 1, 3, 5, 7]
+    errors, candidates = [], []
+    for step in (0, -1, 1, -2, 2, -3, 3, 4, 5, -4, 6):
+        byte = np.clip(first + step, 1, 0x7E)
+        scale = np.array([e4m3_of_byte(b) for b in byte], f32) * g
+        quotient = magnitudes / scale[:, None]
+        distance = np.abs(grid[even_first] - quotient.astype(np.float64)[..., None])
+        squares = (grid[even_first][distance.argmin(-1)] - quotient) ** f32(2)
+        for half in (8, 4, 2, 1):
+            squares = squares[:, :half] + squares[:, half:]
+        errors.append(squares[:, 0] * (scale * scale))
+        candidates.append(byte)
+    best = np.argmin(errors, 0)
+    assert len(set(best.tolist())) > 5
+    assert scales.flatten().view(torch.uint8).tolist() == np.choose(best, candidates).tolist()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_quantize_gives_the_same_on_a_gpu() -> None:
+    weight = torch.randn(300_000, 16, generator=torch.Generator().manual_seed(7))
+    for on_cpu, on_gpu in zip(quantize_nvfp4(weight), quantize_nvfp4(weight.cuda()), strict=True):
+        assert torch.equal(on_cpu.reshape(-1).view(torch.uint8), on_gpu.cpu().reshape(-1).view(torch.uint8))
+
+
 def test_quantize_undoes_dequantize() -> None:
     """What NVFP4 can represent comes back exactly under the same global scale."""
     packed = torch.randint(0, 256, (32, 64), generator=torch.Generator().manual_seed(2)).to(torch.uint8)
@@ -228,6 +262,53 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         dequantize_nvfp4(torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 1).to(FP8), one)
     with pytest.raises(PluginError, match=r"got torch\.float32"):
         dequantize_nvfp4(torch.zeros(2, 16, dtype=torch.uint8), torch.ones(2, 2), one)
+
+
+def activations_of(x: Tensor, input_scale: float) -> tuple[list[float], Tensor]:
+    """The block scales of a row, and code * block scale."""
+    packed, block_scales = quantize_nvfp4_activations(x, input_scale)
+    return block_scales.float().tolist(), dequantize_nvfp4(packed, block_scales, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_take_the_scale_of_their_largest_value(dtype: torch.dtype) -> None:
+    x = torch.tensor([6.0, -5.0, 3.5, 2.5, 1.75, 1.25, 0.75, 0.25, *[-0.3] * 8, *[768.0] * 16], dtype=dtype)
+    scales, values = activations_of(x, 0.5)
+    assert scales == [2.0, 256.0]
+    assert values[:9].tolist() == [12.0, -8.0, 8.0, 4.0, 4.0, 2.0, 2.0, 0.0, -1.0]
+    assert values[16:].tolist() == [1536.0] * 16
+
+
+def test_activations_beyond_the_calibrated_range_saturate() -> None:
+    scales, values = activations_of(torch.tensor([1e4, -math.inf, 2688.0, *[1.0] * 13]), 1.0)
+    assert scales == [448.0]
+    assert values[:4].tolist() == [2688.0, -2688.0, 2688.0, 0.0]
+
+
+def test_activations_too_small_for_a_scale_become_zero() -> None:
+    """2**-10 is half of the smallest E4M3 number, a tie that goes to zero."""
+    x = torch.cat([torch.zeros(16), torch.full((16,), 6 * 2.0**-10), torch.full((16,), 6.1 * 2.0**-10)])
+    scales, values = activations_of(x, 1.0)
+    assert scales == [0.0, 0.0, 2.0**-9]
+    assert values.tolist() == [0.0] * 32 + [3 * 2.0**-9] * 16
+
+
+def test_a_nan_among_activations_stays_in_its_block() -> None:
+    x = torch.ones(2, 32)
+    x[0, 3] = math.nan
+    _, values = activations_of(x, 1.0)
+    assert values[0, :16].isnan().all() and values[0, 16:].isfinite().all() and values[1].isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan, 1e-50])
+def test_an_input_scale_that_is_not_positive_is_refused(scale: float) -> None:
+    with pytest.raises(PluginError, match=r"the input scale is .*; it must be positive and finite"):
+        quantize_nvfp4_activations(torch.ones(1, 16), scale)
+
+
+def test_activations_that_do_not_fill_blocks_are_refused() -> None:
+    with pytest.raises(PluginError, match=r"multiple of 16 elements a row, got shape \[2, 24\]"):
+        quantize_nvfp4_activations(torch.ones(2, 24), 1.0)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (130, 257), (3, 200, 129)])

@@ -16,14 +16,14 @@ from torch import Tensor
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine
 from qwen4exp_trt.builder.onnx_graph import OPSET, PLUGIN_OPSET, value_info
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, element_shape
 from qwen4exp_trt.plugins.tensorrt import AttrFields, attrs_from_fields, make_creators, register_creators
 from qwen4exp_trt.runtime.trt_module import load_trt
 
 pytestmark = pytest.mark.trt
 
-SPECS = [pytest.param(spec, id=spec.name) for spec in all_specs().values()]
+SPECS = [pytest.param(spec, id=spec.name) for spec in plugin_specs().values()]
 BF16 = torch.bfloat16
 TRT_NAMES = {
     BF16: "BFloat16",
@@ -43,7 +43,7 @@ def trt() -> Any:
 
 @pytest.fixture(scope="module")
 def creators(trt: Any) -> dict[str, Any]:
-    return {creator.spec.name: creator for creator in make_creators(trt, all_specs().values())}
+    return {creator.spec.name: creator for creator in make_creators(trt, plugin_specs().values())}
 
 
 def operands(spec: OpSpec) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def results(spec: OpSpec) -> dict[str, Tensor]:
 @cache
 def one_node_engine(op_name: str) -> EngineBuild:
     """An engine of the op alone, with the shapes of its sample operands."""
-    spec = all_specs()[op_name]
+    spec = plugin_specs()[op_name]
     attrs = attrs_of(spec) | {"plugin_version": str(spec.version)}
     inputs, outputs = [arg.name for arg in spec.inputs], results(spec)
     node = helper.make_node(spec.onnx_op_type, inputs, list(outputs), spec.name, domain=NAMESPACE, **attrs)
@@ -130,7 +130,7 @@ def test_attributes_survive_fields(spec: OpSpec, trt: Any) -> None:
 
 
 def test_missing_attributes_are_named(trt: Any) -> None:
-    spec = all_specs()["moe"]
+    spec = plugin_specs()["moe"]
     with pytest.raises(PluginError, match=r"q4e::moe: the node lacks the attributes num_experts_per_tok, norm_topk"):
         attrs_from_fields(spec, trt.PluginFieldCollection([]))
 
@@ -170,4 +170,4 @@ def test_running_it_says_that_there_is_no_kernel(spec: OpSpec, creators: dict[st
 def test_creators_are_registered_once(trt: Any) -> None:
     registered = register_creators(trt)
     assert register_creators(trt) is registered
-    assert {creator.spec.name for creator in registered} == set(all_specs())
+    assert {creator.spec.name for creator in registered} == set(plugin_specs())

@@ -33,7 +33,7 @@ def llm(tiny_llm: LLM) -> Iterator[LLM]:
 def demo_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The BF16 bundle of the demo checkpoint, with its engine."""
     output = tmp_path_factory.getbasetemp() / "demo"
-    return bundles.build(bundles.DEMO_CHECKPOINT, output, precision="bfloat16", max_seq_len=256, block_size=16)
+    return bundles.build(bundles.DEMO_CHECKPOINT, output, activation_dtype="bfloat16", max_seq_len=256, block_size=16)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.frontend.modules import Q4E, Linear, Weight
 from qwen4exp_trt.passes.base import PassManager
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import batch_samples, random_source, run_sample
 from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, path_from_identifier
@@ -87,7 +87,7 @@ def test_a_whole_model_survives(tmp_path: Path) -> None:
     config = ModelConfig.from_dict(tiny_config_dict(), "tiny")
     exported = export_program(config, "float32", 16)
     source = random_source(exported.weights)
-    program, _ = PassManager(PIPELINE).run(exported)
+    program, _ = PassManager(make_pipeline(Quantization())).run(exported)
     save_program(program, tmp_path)
     loaded = load_program(tmp_path)
     assert loaded.tables == program.tables

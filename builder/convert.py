@@ -1,0 +1,276 @@
+"""Quantizes weights once, into files beside the bundle that later builds of the same checkpoint find again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from qwen4exp_trt.errors import BuildError, CheckpointError, PluginError
+from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight
+from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK, finite_amax, nvfp4_scale, quantize_nvfp4
+from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.materialize import read_rows
+from qwen4exp_trt.runtime.specs import Source, WeightRecipe, recipe_to_json
+from qwen4exp_trt.runtime.tensor_source import TensorSource
+from qwen4exp_trt.runtime.weight_formats import PACKED_FP4, Part, part_name
+from qwen4exp_trt.runtime.weights import sources_of, transform
+
+_CONVERTER = "nvfp4-1"
+"""Changes whenever the same weight would become other bytes."""
+_MAX_TABLE_FILES = 128
+_PIECE_ELEMENTS = 1 << 22
+"""What of a weight a thread quantizes at a time, in float32."""
+_PARTIAL = ".partial"
+_STALE_SECONDS = 24 * 3600
+"""Longer than any file takes: what is older was left by a build that was killed."""
+
+_T = TypeVar("_T")
+
+Progress = Callable[[int, int], None]
+"""Called with the elements that are done, and how many there are."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A file to be: one weight in NVFP4, or some rows of an n-gram table."""
+
+    weight: str
+    """Canonical name."""
+    value: WeightRecipe
+    """The float weight."""
+    shape: Shape
+    """``[N, K]``, or ``[E, G*N, K]`` of experts."""
+    num_scales: int
+    """G: matrices of an expert, of which each has a scale; 1 for a matrix."""
+    start: int
+    """The first row of ``value`` that the file holds: its rows are ``start`` up to ``start + shape[0]``."""
+    suffix: str
+    """Of the names of its tensors."""
+    key: str
+    """A hash of all that decides the content."""
+
+    @property
+    def file(self) -> str:
+        return f"{self.key}.safetensors"
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors; a file has some more for its header."""
+        scales = self.shape[0] * self.num_scales if len(self.shape) == 3 else 1
+        return self.num_elements // 2 + self.num_elements // NVFP4_BLOCK + 4 * scales
+
+    def tensor_name(self, part: Part) -> str:
+        return part_name(self.weight, part) + self.suffix
+
+
+def plan_conversions(
+    weights: Mapping[str, StoredWeight], names: Sequence[str], tables: Sequence[str], checkpoint: Checkpoint
+) -> list[Conversion]:
+    """The files for the weights called ``names``, several for each of them that is in ``tables``."""
+    identities = checkpoint.identity()
+    conversions = []
+    for name in names:
+        weight = weights[name]
+        files = sorted({checkpoint.file_of(source) for source in sources_of(weight.value)})
+        origin = {"recipe": recipe_to_json(weight.value), "files": {f: asdict(identities[f]) for f in files}}
+        count = num_table_scales(weight.shape[0]) if name in tables else 1
+        rows = weight.shape[0] // count
+        for index in range(count):
+            shape = (rows, *weight.shape[1:])
+            described = {"converter": _CONVERTER, "weight": name, "start": index * rows, "shape": shape, **origin}
+            key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+            suffix = f".{index}" if name in tables else ""
+            num_scales = 2 if name.endswith(".gate_up_proj") else 1
+            conversions.append(Conversion(name, weight.value, shape, num_scales, index * rows, suffix, key))
+    return conversions
+
+
+def num_table_scales(num_rows: int) -> int:
+    """The equal groups of rows into which an n-gram table is divided, a file and a scale for each."""
+    return math.gcd(num_rows, _MAX_TABLE_FILES)
+
+
+def converted_parts(conversions: Sequence[Conversion]) -> dict[Part, WeightRecipe]:
+    """The parts of one weight from all its files."""
+    parts: dict[Part, WeightRecipe] = {}
+    for part in Part:
+        sources = [Source(conversion.tensor_name(part)) for conversion in conversions]
+        joined = sources[0] if len(sources) == 1 else transform("concat", *sources, dim=0)
+        parts[part] = transform("view", joined, dtype=PACKED_FP4) if part is Part.CODES else joined
+    return parts
+
+
+# --- the files ------------------------------------------------------------------------------------------------------
+
+
+class ConvertedFolder:
+    """The folder of converted weights, which all bundles of a parent folder share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def missing(self, conversions: Sequence[Conversion]) -> list[Conversion]:
+        """Those whose files are not there yet."""
+        return [conversion for conversion in conversions if not (self.path / conversion.file).is_file()]
+
+    def open(self, conversions: Sequence[Conversion]) -> Checkpoint:
+        """The tensors of the files, which must be there; `BuildError` for a file that holds something else."""
+        try:
+            opened = Checkpoint.open_files(self.path, {conversion.file for conversion in conversions})
+        except CheckpointError as error:
+            raise BuildError(f"converted weights: {error}; remove what is damaged and build again") from error
+        for conversion in conversions:
+            missing = [name for name in map(conversion.tensor_name, Part) if name not in opened]
+            if missing:
+                raise BuildError(f"{self.path / conversion.file}: holds no {missing[0]}; remove it and build again")
+        return opened
+
+    def check_space(self, missing: Sequence[Conversion]) -> tuple[int, int]:
+        """The bytes that ``missing`` will take and those that are free; `BuildError` if these are fewer."""
+        needed = sum(conversion.num_bytes for conversion in missing)
+        existing = next(folder for folder in (self.path, *self.path.resolve().parents) if folder.is_dir())
+        free = shutil.disk_usage(existing).free
+        if needed > free:
+            raise BuildError(
+                f"{self.path}: the converted weights need {needed / 2**30:,.1f} GiB more, and the disk has "
+                f"{free / 2**30:,.1f} GiB; choose a folder on another disk with --weights-dir"
+            )
+        return needed, free
+
+    def convert(self, missing: Sequence[Conversion], source: TensorSource, progress: Progress) -> None:
+        """Make the files of ``missing`` one after another; what is there when it is interrupted stays."""
+        total, done = sum(conversion.num_elements for conversion in missing), 0
+        with _errors_of_disk(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._remove_stale()
+            for conversion in missing:
+                base = done
+                self._write(conversion, quantize_weight(conversion, source, lambda n, b=base: progress(b + n, total)))
+                done += conversion.num_elements
+
+    def _write(self, conversion: Conversion, tensors: Mapping[str, Tensor]) -> None:
+        staging = self.path / f".{conversion.key}.{secrets.token_hex(4)}{_PARTIAL}"
+        try:
+            save_file(dict(tensors), staging, {"weight": conversion.weight, "converter": _CONVERTER})
+            with staging.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(staging, self.path / conversion.file)
+        finally:
+            staging.unlink(missing_ok=True)
+
+    def _remove_stale(self) -> None:
+        for path in self.path.glob(f".*{_PARTIAL}"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_ctime > _STALE_SECONDS:
+                    path.unlink()
+
+
+@contextmanager
+def _errors_of_disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise BuildError(
+            f"{folder}: cannot write the converted weights: {error}; the finished files stay, so build again when "
+            "that is solved"
+        ) from error
+
+
+# --- quantization ---------------------------------------------------------------------------------------------------
+
+
+def quantize_weight(
+    conversion: Conversion, source: TensorSource, progress: Callable[[int], None] = lambda done: None
+) -> dict[str, Tensor]:
+    """The tensors of a file by name: codes as bytes, block scales and scales.
+
+    Reads and quantizes pieces of the weight in as many threads as there are cores. `CheckpointError` for a weight that
+    NVFP4 cannot hold.
+    """
+    *rows, columns = conversion.shape
+    codes = torch.empty((*rows, columns // 2), dtype=torch.uint8)
+    block_scales = torch.empty((*rows, columns // NVFP4_BLOCK), dtype=torch.float8_e4m3fn)
+
+    def read(start: int, stop: int) -> Tensor:
+        return read_rows(conversion.value, source, conversion.start + start, conversion.start + stop).float()
+
+    def quantize_experts(start: int, stop: int) -> None:
+        for expert, matrices in zip(range(start, stop), read(start, stop), strict=True):
+            for index, matrix in enumerate(matrices.chunk(conversion.num_scales)):
+                part = slice(index * len(matrix), (index + 1) * len(matrix))
+                packed, blocks, scale = quantize_nvfp4(matrix)
+                codes[expert, part], block_scales[expert, part], scales[expert, index] = packed, blocks, scale
+
+    def quantize_matrix_rows(start: int, stop: int) -> None:
+        codes[start:stop], block_scales[start:stop], _ = quantize_nvfp4(read(start, stop), scales[0])
+
+    pieces = list(_pieces(conversion.shape))
+    try:
+        if len(rows) == 2:
+            scales = torch.empty(rows[0], conversion.num_scales)
+            _run_pieces(quantize_experts, pieces, conversion.shape, progress)
+        else:
+            amax = _run_pieces(lambda start, stop: finite_amax(read(start, stop)), pieces, conversion.shape)
+            scales = nvfp4_scale(max(amax)).reshape(1)
+            _run_pieces(quantize_matrix_rows, pieces, conversion.shape, progress)
+    except PluginError as error:
+        raise CheckpointError(f"{conversion.weight}: {error}") from error
+    tensors = {Part.CODES: codes, Part.BLOCK_SCALES: block_scales, Part.SCALES: scales}
+    return {conversion.tensor_name(part): tensor for part, tensor in tensors.items()}
+
+
+def _pieces(shape: Shape) -> Iterator[tuple[int, int]]:
+    """Ranges of the first dim that a thread takes at a time."""
+    step = max(1, _PIECE_ELEMENTS // math.prod(shape[1:]))
+    return ((start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+
+
+def _run_pieces(
+    work: Callable[[int, int], _T],
+    pieces: Sequence[tuple[int, int]],
+    shape: Shape,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[_T]:
+    """``work`` of each piece, in order; ``progress`` is told the elements that are done."""
+    results = []
+    with _one_thread_an_op(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(work, *piece) for piece in pieces]
+        try:
+            for future, (_, stop) in zip(futures, pieces, strict=True):
+                results.append(future.result())
+                progress(stop * math.prod(shape[1:]))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return results
+
+
+@contextmanager
+def _one_thread_an_op() -> Iterator[None]:
+    """The threads here are enough: each op would bring as many again."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,57 @@
+"""Makes the plan of a bundle from the options of its build."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from qwen4exp_trt.builder.activations import estimate_activations
+from qwen4exp_trt.builder.options import DEFAULT_TARGET, PlanOptions
+from qwen4exp_trt.builder.plan import ActivationMemory, Plan, PlanRequest, PleResidency, make_plan
+from qwen4exp_trt.builder.weight_plan import WeightPlan, plan_weights
+from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.frontend.stored_weights import StoredWeight
+from qwen4exp_trt.frontend.weights import resolve_weights
+from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.weight_formats import WeightFormat
+
+StoredWeights = Mapping[str, StoredWeight] | None
+"""By canonical name; None for a checkpoint that is not there, and is taken to have every weight in float."""
+
+
+def read_stored_weights(options: PlanOptions, config: ModelConfig) -> StoredWeights:
+    """What the headers of the checkpoint say, if there are any files."""
+    if options.config_only or not any(options.checkpoint.glob("*.safetensors")):
+        return None
+    return resolve_weights(config, Checkpoint.open(options.checkpoint)).weights
+
+
+def weight_plan_for(options: PlanOptions, config: ModelConfig, stored: StoredWeights) -> WeightPlan:
+    return plan_weights(config, stored, options.precision, options.ple_precision, options.keep)
+
+
+def plan_bundle(options: PlanOptions, config: ModelConfig, stored: StoredWeights) -> Plan:
+    """What the bundle will need on its target."""
+    target = options.engine_target if options.has_engine else None
+    if target is not None and not re.fullmatch(r"sm\d{2,3}", target):
+        raise BuildError(f"--target is {target!r}; it must be a GPU architecture such as {DEFAULT_TARGET}")
+    limits = options.limits_for(config)
+
+    def choose_formats(precision: str, ple: str) -> Mapping[str, WeightFormat]:
+        return plan_weights(config, stored, precision, ple, options.keep).formats
+
+    activations = ActivationMemory(estimate_activations(config, options.activation_dtype, limits), is_estimate=True)
+    request = PlanRequest(
+        config=config,
+        limits=limits,
+        target=target,
+        precision=options.precision,
+        ple=options.ple_precision,
+        choose_formats=choose_formats,
+        activations=activations,
+        activation_dtype=options.activation_dtype,
+        kv_cache_dtype=options.export.kv_cache_dtype,
+        ple_residency=PleResidency(options.ple_residency),
+    )
+    return make_plan(request)

@@ -1,0 +1,143 @@
+"""Decides in which format a bundle holds each weight, from what the checkpoint has and what was asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.frontend.weights import expected_weights
+from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK
+from qwen4exp_trt.runtime.checkpoint import listing
+from qwen4exp_trt.runtime.weight_formats import WeightFormat
+
+FLOAT, FP8, FP8_BLOCKS, NVFP4 = WeightFormat.FLOAT, WeightFormat.FP8, WeightFormat.FP8_BLOCKS, WeightFormat.NVFP4
+
+PRECISIONS = ("checkpoint", "nvfp4", "nvfp4-w4a4", "bf16")
+PLE_PRECISIONS = ("checkpoint", "nvfp4", "bf16")
+
+_CONVERTED = re.compile(
+    r"\.mlp\.experts\.|\.mlp\.shared_expert\.|^lm_head\.|"
+    r"\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.|\.self_attn\.[qkvo]_proj\."
+)
+"""The weights that NVFP4 precisions convert. All others are too sensitive or too small: hyper-connections, router,
+indexer, the gates and the convolution of linear attention, norms, embeddings, the n-gram projections."""
+_KEPT_BY_LINEARS = re.compile(r"\.ple\.(key|value)_proj\.")
+"""Weights that are never converted, but whose op takes the format of a checkpoint that quantized them."""
+_TABLE = re.compile(r"\.ngram_embedding\.")
+_EXPERTS, _SHARED_EXPERT = re.compile(r"^(.*\.mlp)\.experts\."), re.compile(r"^(.*\.mlp)\.shared_expert\.")
+
+_MOE_FORMATS = {(FLOAT, FLOAT), (NVFP4, NVFP4), (NVFP4, FLOAT), (FP8_BLOCKS, FLOAT)}
+"""Formats of the routed experts and of the shared expert for which there is an op."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of one weight."""
+
+    name: str
+    """Canonical."""
+    stored: tuple[WeightFormat, ...]
+    """In the checkpoint; several if it is in tensors of several formats."""
+    format: WeightFormat
+    """In the bundle."""
+    reason: str = ""
+    """Why it is not what was asked for; empty if it is."""
+
+    @property
+    def is_kept(self) -> bool:
+        return self.stored == (self.format,)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether it is quantized once at the build, since that loses something and takes long."""
+        return self.format is NVFP4 and not self.is_kept
+
+
+def choose_weight_formats(
+    config: ModelConfig,
+    stored: Mapping[str, tuple[WeightFormat, ...]],
+    precision: str,
+    ple_precision: str,
+    keep: Sequence[str] = (),
+) -> tuple[Choice, ...]:
+    """The choice of every weight of ``config``, in the order of `expected_weights`.
+
+    ``stored``: the formats of each in the checkpoint. ``keep``: shell patterns of canonical names that stay as the
+    checkpoint has them; `BuildError` for one that changes nothing.
+    """
+    shapes = expected_weights(config)
+    choices = {name: _choose(name, shape, stored[name], precision, ple_precision) for name, shape in shapes.items()}
+    for pattern in keep:
+        matching = [name for name in choices if fnmatchcase(name, pattern)]
+        if not matching:
+            names = [name for name in choices if _is_convertible(name)]
+            raise BuildError(
+                f"--keep {pattern!r} matches no weight; the pattern is for names such as {listing(names[:4])}"
+            )
+        for name in matching:
+            kept = _choose(name, shapes[name], stored[name], "checkpoint", "checkpoint")
+            choices[name] = Choice(name, kept.stored, kept.format, f"--keep {pattern}")
+    return tuple(_fit_moe_ops(choices).values())
+
+
+def is_table(name: str) -> bool:
+    """Whether it is the n-gram table, whose format is chosen on its own."""
+    return _TABLE.search(name) is not None
+
+
+def _is_convertible(name: str) -> bool:
+    return _CONVERTED.search(name) is not None
+
+
+def _choose(
+    name: str, shape: Sequence[int], stored: tuple[WeightFormat, ...], precision: str, ple_precision: str
+) -> Choice:
+    asked = ple_precision if is_table(name) else precision
+    if asked == "bf16":
+        return Choice(name, stored, FLOAT)
+    if asked.startswith("nvfp4") and (is_table(name) or _is_convertible(name)):
+        if shape[-1] % NVFP4_BLOCK:
+            return Choice(name, stored, FLOAT, f"its rows of {shape[-1]} are no multiple of {NVFP4_BLOCK}")
+        return Choice(name, stored, NVFP4)
+    if len(stored) > 1:
+        return Choice(name, stored, FLOAT, "the checkpoint has it in several formats")
+    held = (FLOAT, FP8, NVFP4) if is_table(name) else (FLOAT, FP8, FP8_BLOCKS, NVFP4)
+    has_op = is_table(name) or _is_convertible(name) or _KEPT_BY_LINEARS.search(name) is not None
+    (format,) = stored
+    if has_op and format in held:
+        return Choice(name, stored, format)
+    return Choice(name, stored, FLOAT, "" if format is FLOAT else "its op takes no such format")
+
+
+def _fit_moe_ops(choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """``choices`` with the weights of each mixture of experts in formats that one op takes together."""
+    fitted = dict(choices)
+    for block in dict.fromkeys(match[1] for name in choices if (match := _EXPERTS.match(name))):
+        experts = [name for name in choices if name.startswith(f"{block}.experts.")]
+        shared = [name for name in choices if name.startswith(f"{block}.shared_expert.")]
+        routed_format = _make_equal(fitted, experts, "the op takes all routed experts in one format")
+        shared_format = _make_equal(fitted, shared, "the op takes the whole shared expert in one format")
+        if (routed_format, shared_format) not in _MOE_FORMATS:
+            reason = f"no op has a {shared_format} shared expert beside {routed_format} routed ones"
+            _set_float(fitted, shared, reason)
+    return fitted
+
+
+def _make_equal(choices: dict[str, Choice], names: Sequence[str], reason: str) -> WeightFormat:
+    """The format of all of ``names``, FLOAT if they were chosen to differ."""
+    formats = {choices[name].format for name in names}
+    if len(formats) == 1:
+        return formats.pop()
+    _set_float(choices, names, reason)
+    return FLOAT
+
+
+def _set_float(choices: dict[str, Choice], names: Collection[str], reason: str) -> None:
+    for name in names:
+        old = choices[name]
+        if old.format is not FLOAT:
+            choices[name] = Choice(name, old.stored, FLOAT, reason)

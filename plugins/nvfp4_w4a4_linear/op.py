@@ -1,0 +1,37 @@
+"""Linear projection with an NVFP4 weight, whose activations become NVFP4 too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from qwen4exp_trt.plugins.number_formats import dequantize_nvfp4, quantize_nvfp4_activations
+from qwen4exp_trt.plugins.nvfp4_w4a4_linear.cases import CASES
+from qwen4exp_trt.plugins.nvfp4_w4a4_linear.reference import reference
+from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
+
+
+def body(x: Tensor, weight: Tensor, block_scales: Tensor, alpha: Tensor, input_scale: float) -> Tensor:
+    one = torch.ones((), device=x.device)
+    values = dequantize_nvfp4(*quantize_nvfp4_activations(x, input_scale), one)
+    return (linear(values, dequantize_nvfp4(weight, block_scales, one)) * alpha).to(x.dtype)
+
+
+SPEC = OpSpec(
+    name="nvfp4_w4a4_linear",
+    version=1,
+    inputs=(
+        TensorArg("x", ("T", "16*KB")),
+        TensorArg("weight", ("N", "16*KB"), "float4_e2m1fn_x2"),
+        TensorArg("block_scales", ("N", "KB"), "float8_e4m3fn"),
+        TensorArg("alpha", ("N",), "float32"),
+    ),
+    outputs=(TensorArg("out", ("T", "N")),),
+    attrs=(Attr("input_scale", "float"),),
+    body=body,
+    reference=reference,
+    cases=CASES,
+    tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
+    is_native=True,
+)

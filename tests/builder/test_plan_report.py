@@ -1,0 +1,114 @@
+"""What ``--plan`` prints, and a build before it starts."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build_command import FLOAT32, Capture, refused
+from plan_requests import plan_request, released_plan
+from released_model import CONVERTED_TO_NVFP4, RELEASED_CONFIG
+
+from qwen4exp_trt.builder import plan as plan_module
+from qwen4exp_trt.builder.__main__ import main
+from qwen4exp_trt.builder.engine import EngineBuild
+from qwen4exp_trt.builder.plan import DEVICES, PleResidency, make_plan
+from qwen4exp_trt.builder.plan_report import format_plan
+
+
+def plan_rows(out: str) -> dict[str, str]:
+    """The rows of the plan, which ends before the first empty line."""
+    plan, _, _ = out.partition("\n\n")
+    return {line[:22].strip(): line[22:].strip() for line in plan.splitlines()}
+
+
+def test_options_and_formats() -> None:
+    """A component has a row for each format."""
+    request = plan_request(CONVERTED_TO_NVFP4, kv_cache_dtype="float8_e4m3fn")
+    on_disk = replace(request, precision="nvfp4", ple_residency=PleResidency.DISK)
+    text = format_plan(make_plan(on_disk))
+    rows = plan_rows(text)
+    assert rows["plan"] == "sm121 (GB10), 1 sequence of 2,051 tokens"
+    assert rows["options"] == (
+        "precision nvfp4, n-gram table checkpoint on disk, activations bfloat16, KV cache float8_e4m3fn"
+    )
+    formats = [line.split()[-1] for line in text.splitlines() if line.startswith("  linear attention ")]
+    assert formats == ["bfloat16", "nvfp4"]
+    assert rows["n-gram table"].split(maxsplit=4) == ["0", "B", "2.56", "kB", "fp8, 47.68 GiB on disk"]
+    assert rows["n-gram rows"].split(maxsplit=2) == ["5.00", "MiB", "of one step, from disk"]
+    assert rows["draft verification"].startswith("11.51 MiB")
+    on_device = plan_rows(format_plan(make_plan(replace(on_disk, ple_residency=PleResidency.DEVICE))))
+    assert on_device["n-gram table"].split() == ["47.68", "GiB", "2.56", "kB", "fp8"]
+    assert "n-gram rows" not in on_device
+
+
+def test_activation_memory_is_that_of_one_profile() -> None:
+    assert EngineBuild(b"", {"activation_bytes": {"decode": 3, "prefill": 7}}).activation_bytes == 7
+    assert EngineBuild(b"", {"activation_bytes": {}}).activation_bytes is None
+    plan = released_plan({})
+    assert plan_rows(format_plan(plan))["activations"].split(maxsplit=2)[2] == "an estimate; the engine build tells"
+    assert plan_rows(format_plan(plan.with_activations(7 * 2**20)))["activations"].split(maxsplit=2) == [
+        "7.00",
+        "MiB",
+        "of the engine",
+    ]
+
+
+def test_plan_that_does_not_fit(tmp_path: Path, capsys: Capture) -> None:
+    assert main([str(RELEASED_CONFIG), "--plan", "-o", str(tmp_path / "bundle")]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("qwen4exp-build: error: precision checkpoint needs ") and err.count("\n") == 1
+    rows = plan_rows(out)
+    assert rows["plan"] == "sm121 (GB10), 8 sequences of 262,144 tokens"
+    assert rows["routed experts"].split() == ["225.00", "GiB", "4.72", "GB", "bfloat16"]
+    assert rows["kv_cache"].split() == ["6.00", "GiB", "50.41", "MB"]
+    assert re.match(r"\d{3}\.\d\d MiB +an estimate", rows["activations"])
+    assert re.match(r"at most 16\.9 tokens/s: 13\.83 GB for a token of one sequence at 262,144 tokens", rows["decode"])
+    assert rows["decode"].endswith("over the 233 GB/s that others measured on a GB10")
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_that_fits(checkpoint: Path, capsys: Capture) -> None:
+    assert main([str(checkpoint), "--plan", "--max-batch-size", "1", "--max-seq-len", "64"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and plan_rows(out)["plan"] == "sm121 (GB10), 1 sequence of 64 tokens"
+    assert " fits: 114.00 GiB usable\n" in out
+
+
+def test_plan_without_an_engine_or_of_an_unknown_target(checkpoint: Path, capsys: Capture) -> None:
+    assert main([str(checkpoint), "--plan", *FLOAT32]) == 0
+    out = capsys.readouterr().out
+    assert plan_rows(out)["plan"] == "no engine, 2 sequences of 64 tokens" and "usable" not in out
+    assert plan_rows(out)["options"].endswith("activations float32, KV cache float32")
+    assert main([str(RELEASED_CONFIG), "--plan", "--target", "sm90"]) == 0
+    out = capsys.readouterr().out
+    assert "the memory of sm90 is not known" in out and "tokens/s" not in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-seq-len", "4097"], "--max-seq-len is 4097, the model's max_position_embeddings allows 4096"),
+        (["--block-size", "6"], "--block-size is 6; it must be a multiple"),
+        (["--max-batch-size", "0"], "max_batch_size is 0; it must be an integer from 1 to"),
+        (["--precision", "float16"], "argument --precision: invalid choice: 'float16'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_plans(checkpoint: Path, tmp_path: Path, capsys: Capture, flags: list[str], message: str) -> None:
+    assert message in refused(capsys, tmp_path, checkpoint, "--plan", *flags)
+    assert "nowhere: no such folder" in refused(capsys, tmp_path, tmp_path / "nowhere", "--plan")
+
+
+def test_a_build_that_does_not_fit_is_warned_of_and_carried_out(
+    quick: None, checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(plan_module.DEVICES, "sm121", replace(DEVICES["sm121"], usable_bytes=2**20))
+    argv: list[Any] = [checkpoint, "-o", tmp_path / "bundle", "--max-seq-len", "64", "--block-size", "8"]
+    assert main([str(arg) for arg in argv]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("qwen4exp-build: warning: precision checkpoint needs 2.") and err.count("\n") == 1
+    assert "does not fit: 1.00 MiB usable\nstep" in out
