@@ -11,11 +11,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from qwen4exp_trt.runtime.calibration import Calibration
-
 from qwen4exp_trt import __version__
 from qwen4exp_trt.errors import BuildError, BundleError
 from qwen4exp_trt.plugins.registry import op_versions
+from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.json_files import read_json_object

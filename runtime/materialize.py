@@ -105,7 +105,7 @@ def load_weights(
     def advance(num_bytes: int) -> None:
         nonlocal done
         done += num_bytes
-        if progress is not None:
+        if progress is not None and num_bytes:
             progress(done, total)
 
     return {spec.name: materialize_weight(spec, source, device, advance) for spec in specs}

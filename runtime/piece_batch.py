@@ -119,7 +119,7 @@ class Batch:
         """Wait for what is read, and fill the pieces' parts of the result."""
         self._wait()
         for piece, staged in self._computed:
-            piece.target.copy_(_evaluate(piece.recipe, iter(staged), piece.target.device))
+            _copy(piece.target, _evaluate(piece.recipe, iter(staged), piece.target.device))
         if self._memory is not None:
             staging.give_back(self._memory)
 
@@ -136,6 +136,13 @@ def batches_of(pieces: Iterable[Piece], shapes: RecipeShapes) -> Iterator[Batch]
             batch = Batch()
         batch.add(piece, leaves)
     yield batch
+
+
+def _copy(target: Tensor, value: Tensor) -> None:
+    """``value`` into ``target``, cast. Packed FP4 as bytes: what torch can do with it depends on the device."""
+    if value.dtype == target.dtype == torch.float4_e2m1fn_x2:
+        target, value = target.view(torch.uint8), value.view(torch.uint8)
+    target.copy_(value)
 
 
 def _evaluate(recipe: WeightRecipe, staged: Iterator[Tensor], device: torch.device) -> Tensor:

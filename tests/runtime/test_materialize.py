@@ -107,7 +107,7 @@ def test_a_weight_that_is_not_as_expected_is_named(spec: WeightSpec, message: st
 
 
 def test_an_unknown_transform_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"the unknown transform 'quantize'; known: \['add', 'cast', 'concat'"):
+    with pytest.raises(CheckpointError, match=r"the unknown transform 'quantize'; known: \['add', 'cast', 'check"):
         materialize(Transform("quantize", (Source("a"),)), SOURCE)
 
 
@@ -123,7 +123,12 @@ QUANTIZED = {
     "block_scales": (torch.rand(300, 12) * 4).to(torch.float8_e4m3fn),
     "global_scale": torch.tensor(0.01),
 }
-NVFP4 = transform("dequantize_nvfp4", *map(Source, ("packed", "block_scales", "global_scale")))
+NVFP4 = transform(
+    "dequantize_nvfp4",
+    Source("packed"),
+    transform("check_block_scales", Source("block_scales")),
+    Source("global_scale"),
+)
 FP8_BLOCKS = transform("dequantize_fp8_blocks", Source("fp8"), Source("grid"))
 
 
@@ -153,7 +158,7 @@ def test_block_scales_that_are_nan_or_negative(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(pieces_module, "_PIECE_ELEMENTS", {"cpu": 128 * 192})
     damaged = QUANTIZED["block_scales"].clone()
     damaged.view(torch.uint8)[row, 3] = byte
-    with pytest.raises(CheckpointError, match="packed, block_scales, global_scale: a block scale is NaN or negative"):
+    with pytest.raises(CheckpointError, match="block_scales: a block scale is NaN or negative"):
         materialize(NVFP4, (QUANTIZED | {"block_scales": damaged}).__getitem__)
 
 
