@@ -159,7 +159,7 @@ def _choose_moe(weights: _Weights, node: fx.Node) -> int:
     routed_format, shared_format = (_common_format(weights, node, group) for group in (routed, shared))
     if routed_format is WeightFormat.FLOAT and shared_format is WeightFormat.FLOAT:
         return 0
-    op = _MOE_OPS.get((routed_format, shared_format))
+    op = MOE_OPS.get((routed_format, shared_format))
     if op is None:
         raise PassError(f"{node.name}: no op has {routed_format} routed experts and a {shared_format} shared expert")
     new = (_fp8_experts if op == "fp8_routed_moe" else _nvfp4_experts)(weights, *routed)
@@ -170,7 +170,7 @@ def _choose_moe(weights: _Weights, node: fx.Node) -> int:
     return weights.replace(node, "moe", op, (*args, *node.args[-len(spec.attrs) :]))
 
 
-_MOE_OPS = {
+MOE_OPS = {
     (WeightFormat.NVFP4, WeightFormat.NVFP4): "nvfp4_moe",
     (WeightFormat.NVFP4, WeightFormat.FLOAT): "nvfp4_routed_moe",
     (WeightFormat.FP8_BLOCKS, WeightFormat.FLOAT): "fp8_routed_moe",
