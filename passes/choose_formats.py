@@ -69,6 +69,8 @@ class _Weights:
         self.program, self.formats = program, formats
         placeholders = program.placeholders()
         self.names = {placeholders[spec.name]: spec.name for spec in program.weights}
+        self._added: dict[WeightSpec, fx.Node] = {}
+        """Parts that an op before takes too."""
 
     def format(self, node: Any) -> WeightFormat:
         return self.formats.get(self.names.get(node, ""), WeightFormat.FLOAT)
@@ -101,12 +103,16 @@ class _Weights:
         make: _Make = lambda recipe: recipe,
     ) -> fx.Node:
         name = self.names[weight]
+        tensor = TensorSpec(f"{name.removesuffix('.weight')}.{part}", tuple(shape), name_from_dtype(dtype))
+        spec = WeightSpec(tensor, make(Source(part_name(name, part))))
+        if spec in self._added:
+            return self._added[spec]
         mode = detect_fake_mode(weight.meta["val"])
         assert mode is not None
         with mode:
             value = torch.empty(tuple(shape), dtype=dtype)
-        spec = TensorSpec(f"{name.removesuffix('.weight')}.{part}", tuple(shape), name_from_dtype(dtype))
-        return add_weight(self.program, WeightSpec(spec, make(Source(part_name(name, part)))), value)
+        self._added[spec] = add_weight(self.program, spec, value)
+        return self._added[spec]
 
     def replace(self, node: fx.Node, old: str, op: str, operands: Sequence[Any]) -> int:
         """``op`` for the op ``old`` at ``node``; returns the number of rewrites."""
