@@ -10,13 +10,14 @@ from torch._guards import detect_fake_mode
 
 from qwen4exp_trt.passes.patterns import ATEN, add_weight, call_of, q4e_op
 from qwen4exp_trt.plugins.number_formats import quantize_nvfp4
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, path_from_identifier
 from qwen4exp_trt.runtime.specs import Source, TensorSpec, WeightSpec
-from qwen4exp_trt.runtime.materialize import materialize_weight
+from qwen4exp_trt.runtime.tensor_source import TensorFunction
 from qwen4exp_trt.runtime.weights import name_from_dtype
 
 
-def with_nvfp4_linears(program: Program, source: TensorSource) -> tuple[Program, TensorSource]:
+def with_nvfp4_linears(program: Program, source: TensorFunction) -> tuple[Program, TensorFunction]:
     """A copy of ``program`` whose every ``linear`` is an ``nvfp4_linear``, and a source that has its weights too."""
     program, made = program.copy(), dict[str, Tensor]()
     specs, placeholders = {spec.name: spec for spec in program.weights}, program.placeholders()
