@@ -71,6 +71,7 @@ class _Job:
     weight_plan: WeightPlan
     source: WeightSource | None
     """None without weights."""
+    calibration_text: CalibrationText | None
     reporter: Reporter
 
     @property
@@ -86,8 +87,11 @@ def build_bundle(options: BuildOptions, reporter: Reporter | None = None) -> Bui
     check_output(options.output)
     reporter.stage("config")
     config = options.read_config()
+    if options.verify:
+        check_memory(config)
     limits = options.limits_for(config)
     text_files = TextFiles.from_dir(options.text_folder, config)
+    calibration_text = _read_calibration_text(options)
     trt = _load_trt(options)
     with ExitStack() as stack:
         checkpoint = resolved = None
@@ -104,9 +108,16 @@ def build_bundle(options: BuildOptions, reporter: Reporter | None = None) -> Bui
         if checkpoint is not None:
             folder = ConvertedFolder(options.converted_dir)
             source = stack.enter_context(open_weight_source(checkpoint, weight_plan, folder, reporter))
-        job = _Job(options, config, limits, text_files, trt, weight_plan, source, reporter)
+        job = _Job(options, config, limits, text_files, trt, weight_plan, source, calibration_text, reporter)
         set_aside = {} if resolved is None else {kind: len(names) for kind, names in resolved.set_aside.items()}
         return _build(job, plan, set_aside)
+
+
+def _read_calibration_text(options: BuildOptions) -> CalibrationText | None:
+    if options.calibration is None:
+        return None
+    assert options.text_folder is not None
+    return CalibrationText.read(options.calibration, Tokenizer.from_dir(options.text_folder))
 
 
 def _load_trt(options: BuildOptions) -> ModuleType | None:
@@ -120,7 +131,7 @@ def _load_trt(options: BuildOptions) -> ModuleType | None:
 
 def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
     options, reporter = job.options, job.reporter
-    calibration = None if options.calibration is None else _calibrate(job, options.calibration)
+    calibration = None if job.calibration_text is None else _calibrate(job, job.calibration_text)
     quantization = job.quantization
     if calibration is not None:
         quantization = replace(quantization, input_scales=calibration.scales)
@@ -141,10 +152,9 @@ def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
     return BuildReport(manifest, program, plan, set_aside, onnx_errors)
 
 
-def _calibrate(job: _Job, path: Path) -> Calibration:
+def _calibrate(job: _Job, text: CalibrationText) -> Calibration:
     """The scales of the activations, of the program as it is with 16-bit ones."""
-    assert job.source is not None and job.options.text_folder is not None
-    text = CalibrationText.read(path, Tokenizer.from_dir(job.options.text_folder))
+    assert job.source is not None
     job.reporter.stage("calibrate")
     program = compile_program(job.config, job.options.export, job.quantization).program
     program = job.source.resolve(program)
@@ -158,7 +168,6 @@ def _compile(job: _Job, quantization: Quantization) -> tuple[CompiledProgram, di
     if not options.verify:
         return compile_program(job.config, options.export, quantization, stage), {}
     assert job.source is not None
-    check_memory(job.config)
     verifier = make_verifier(job.config, options.block_size, job.source.tensor)
     errors: dict[str, float] = {}
 

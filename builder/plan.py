@@ -67,6 +67,8 @@ class PlanRequest:
     """None for a bundle without an engine."""
     precision: str
     ple: str
+    has_stored_formats: bool
+    """Whether the checkpoint's files told their formats; without them every weight is taken to be stored in float."""
     choose_formats: FormatPolicy
     """Is asked for the formats of ``precision`` and ``ple``, and when something has to become smaller, of others."""
     activations: ActivationMemory

@@ -47,6 +47,8 @@ def _head(plan: Plan) -> Iterator[str]:
     table = f"n-gram table {request.ple} on {request.ple_residency}, " if plan.ngram_table_bytes else ""
     yield _row("plan", f"{name}, {limits}")
     yield _row("options", f"precision {request.precision}, {table}{dtypes}")
+    if not request.has_stored_formats:
+        yield _row("checkpoint", "its files are not read: every weight is taken to be stored in float, none quantized")
 
 
 def _weight_lines(plan: Plan) -> Iterator[str]:

@@ -48,6 +48,7 @@ def plan_bundle(options: PlanOptions, config: ModelConfig, stored: StoredWeights
         target=target,
         precision=options.precision,
         ple=options.ple_precision,
+        has_stored_formats=stored is not None,
         choose_formats=choose_formats,
         activations=activations,
         activation_dtype=options.activation_dtype,

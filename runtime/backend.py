@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
-from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
+from qwen4exp_trt.runtime.file_identity import identity_differences
 from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import Progress, load_weights
 from qwen4exp_trt.runtime.program_text import load_program
@@ -101,9 +102,12 @@ def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
             f"{folder}: its converted weights are neither at {places[0]} nor at {places[1]}; move them there, or build "
             "the bundle again"
         )
-    opened = Checkpoint.open_files(found, ref.files)
-    opened.verify_identity(ref.files)
-    return opened
+    if differences := identity_differences(found, ref.files):
+        raise BundleError(
+            f"{folder}: its converted weights in {found} are not those that it was built with: {listing(differences)}; "
+            "remove such files and build the bundle again"
+        )
+    return Checkpoint.open_files(found, ref.files)
 
 
 def allocate_states(specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int) -> dict[str, Tensor]:

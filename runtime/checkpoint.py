@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qwen4exp_trt.errors import CheckpointError
-from qwen4exp_trt.runtime.file_identity import FileIdentity
+from qwen4exp_trt.runtime.file_identity import FileIdentity, identity_differences
 from qwen4exp_trt.runtime.json_files import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -121,21 +121,11 @@ class Checkpoint:
 
     def verify_identity(self, expected: Mapping[str, FileIdentity]) -> None:
         """Raise `CheckpointError` unless every file of ``expected`` (see `identity`) is there, with that identity."""
-        differences = [problem for name, identity in expected.items() if (problem := self._difference(name, identity))]
-        if differences:
+        if differences := identity_differences(self.path, expected):
             raise CheckpointError(
                 f"{self.path} is not the checkpoint that was expected: {listing(differences)}; "
                 "give that checkpoint, or build the bundle again from this one"
             )
-
-    def _difference(self, name: str, expected: FileIdentity) -> str | None:
-        """What makes the file ``name`` another one than expected."""
-        if name not in self.files:
-            return f"{name} is missing"
-        found = FileIdentity.of(self.path / name)
-        if found.size != expected.size:
-            return f"{name} has {found.size:,} bytes instead of {expected.size:,}"
-        return None if found == expected else f"{name} has the same size but other content"
 
     def _handle(self, name: str) -> Any:
         if name not in self._tensors:

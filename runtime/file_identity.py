@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +35,20 @@ class FileIdentity:
             for start, end in _windows(header_size, size):
                 digest.update(_read(file, start, end))
         return cls(size, digest.hexdigest())
+
+
+def identity_differences(folder: Path, expected: Mapping[str, FileIdentity]) -> list[str]:
+    """What of the files ``expected`` (by name) of ``folder`` is missing or another one."""
+    return [problem for name, identity in expected.items() if (problem := _difference(folder / name, name, identity))]
+
+
+def _difference(path: Path, name: str, expected: FileIdentity) -> str | None:
+    if not os.path.isfile(path):  # unlike that of Path, it takes any name
+        return f"{name} is missing"
+    found = FileIdentity.of(path)
+    if found.size != expected.size:
+        return f"{name} has {found.size:,} bytes instead of {expected.size:,}"
+    return None if found == expected else f"{name} has the same size but other content"
 
 
 def _windows(start: int, end: int) -> list[tuple[int, int]]:

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from qwen4exp_trt.runtime.calibration import Calibration
-
 from qwen4exp_trt import __version__
 from qwen4exp_trt.errors import BuildError, BundleError
 from qwen4exp_trt.plugins.registry import op_versions
+from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.json_files import read_json_object
@@ -47,7 +46,7 @@ class CheckpointRef:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckpointRef:
         files = {name: _check_types(FileIdentity(**identity)) for name, identity in data["files"].items()}
-        return _check_types(cls(data["path"], files))
+        return cls(data["path"], files)
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Manifest:
     def _from_json(cls, data: Mapping[str, Any]) -> Manifest:
         values = dict(data)
         for name, kind in (("checkpoint", CheckpointRef), ("converted", CheckpointRef), ("calibration", Calibration)):
-            values[name] = None if values[name] is None else kind.from_json(values[name])
+            values[name] = None if values[name] is None else _check_types(kind.from_json(values[name]))
         values["limits"] = EngineLimits(**values["limits"])
         values["stop_token_ids"] = tuple(map(operator.index, values["stop_token_ids"]))
         values["files"] = {name: FileRef(**ref) for name, ref in values["files"].items()}

@@ -17,6 +17,7 @@ from qwen4exp_trt.builder.options import BuildOptions
 ROOT = Path(__file__).parents[1]
 CHAT_TEMPLATE = ROOT / "tests" / "fixtures" / "chat_template.jinja"
 DEMO_CHECKPOINT = ROOT / "demo" / "checkpoint"
+HELDOUT_TEXT = ROOT / "demo" / "heldout.txt"
 
 VOCAB_SIZE = 384
 """More than the tokenizer has: the last rows of the head have no token."""

@@ -19,6 +19,7 @@ def plan_request(
         target="sm121",
         precision="checkpoint",
         ple="checkpoint",
+        has_stored_formats=True,
         choose_formats=lambda precision, ple: formats,
         activations=ActivationMemory(0, is_estimate=True),
         kv_cache_dtype=kv_cache_dtype,

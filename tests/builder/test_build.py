@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import bundles
 import onnx
@@ -21,6 +21,7 @@ from qwen4exp_trt.builder.__main__ import main
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.compile import CompiledProgram
 from qwen4exp_trt.builder.options import BuildOptions
+from qwen4exp_trt.builder.reporter import Reporter
 from qwen4exp_trt.passes.base import graph_pass
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.runtime import LLM, SamplingParams
@@ -36,17 +37,18 @@ from qwen4exp_trt.runtime.program import Program
 def test_a_failing_stage_leaves_the_earlier_bundle(
     bundle: Path, checkpoint: Path, failing: str, error: type[BaseException]
 ) -> None:
-    stages: list[str] = []
+    class Failing(Reporter):
+        stages: ClassVar[list[str]] = []
 
-    def fail(stage: str) -> None:
-        stages.append(stage)
-        if stage == failing:
-            raise error
+        def stage(self, name: str) -> None:
+            self.stages.append(name)
+            if name == failing:
+                raise error
 
     before = tree(bundle.parent)
     with pytest.raises(error):
-        build_bundle(BuildOptions(checkpoint=checkpoint, output=bundle, max_seq_len=64, block_size=8), fail)
-    assert stages == STAGES[: STAGES.index(failing) + 1]
+        build_bundle(BuildOptions(checkpoint=checkpoint, output=bundle, max_seq_len=64, block_size=8), Failing())
+    assert Failing.stages == STAGES[: STAGES.index(failing) + 1]
     assert tree(bundle.parent) == before
     assert LLM(bundle).generate({"prompt_token_ids": [5]}, SamplingParams(temperature=0, max_tokens=1))
 

@@ -97,8 +97,8 @@ BAD_OPTIONS: dict[str, str] = {
     "--max-seq-len 4097": "--max-seq-len is 4097, the model's max_position_embeddings allows 4096",
     "--block-size 6": "--block-size is 6; it must be a multiple of the model's indexer_compress_ratio 4",
     "--verify --config-only": "--verify executes the program with its weights, which --config-only does not read",
-    "--target banana": "--target is 'banana', but a float32 bundle has no engine; leave it out",
-    "--target sm121": "--target is 'sm121', but a float32 bundle has no engine; leave it out",
+    "--target banana": "--target is 'banana', but a bundle with float32 activations has no engine; leave it",
+    "--target sm121": "--target is 'sm121', but a bundle with float32 activations has no engine; leave it",
     "--precision float16": "argument --precision: invalid choice: 'float16'",
     "--backend cuda": "argument --backend: invalid choice: 'cuda'",
     "--max-seq-len long": "argument --max-seq-len: invalid int value: 'long'; see qwen4exp-build --help",
@@ -112,7 +112,7 @@ BAD_OPTIONS: dict[str, str] = {
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.items(), ids=BAD_OPTIONS)
 def test_bad_options(checkpoint: Path, tmp_path: Path, capsys: Capture, options: str, message: str) -> None:
-    argv = [checkpoint, "-o", tmp_path / "bundle", "--precision", "float32", *options.split()]
+    argv = [checkpoint, "-o", tmp_path / "bundle", "--activation-dtype", "float32", *options.split()]
     assert message in refused(capsys, tmp_path, *argv)
 
 
@@ -156,8 +156,9 @@ def test_progress_and_table(bundle: Path, checkpoint: Path, capsys: Capture) -> 
     assert main([str(checkpoint), "-o", str(bundle), *options]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    config, plan, rest, table = out.split("\n\n")
+    config, plan, weights, rest, table = out.split("\n\n")
     assert plan.startswith("plan  ") and " an estimate; the engine build tells" in plan
+    assert weights.startswith("weights  ") and "\n  routed experts  " in weights
     progress = f"{config}\n{rest}"
     assert [re.fullmatch(r"(\w+) +\d+\.\d s", line)[1] for line in progress.splitlines()] == STAGES  # type: ignore[index]
     rows = {line[:20].strip(): line[22:] for line in table.splitlines()}

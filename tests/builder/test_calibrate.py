@@ -21,14 +21,15 @@ from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager
-from qwen4exp_trt.passes.pipeline import PIPELINE
+from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.quantize_activations import quantize_activations
 from qwen4exp_trt.passes.verification import Verifier, batch_samples, random_source
 from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, identifier_from_path
+from qwen4exp_trt.runtime.tensor_source import TensorFunction
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
-from qwen4exp_trt.runtime.weights import TensorSource, materialize_weight
 
 BLOCK_SIZE = 8
 LIMITS = EngineLimits(max_batch_size=3, max_seq_len=32, prefill_chunk=16, block_size=BLOCK_SIZE)
@@ -36,12 +37,12 @@ WORDS = "the quick brown fox jumps over the lazy dog; naïve café, 你好世界
 
 
 @cache
-def nvfp4_model() -> tuple[ModelConfig, Program, TensorSource]:
+def nvfp4_model() -> tuple[ModelConfig, Program, TensorFunction]:
     layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "ple_layer_ids": [1]}
     config = ModelConfig.from_dict(tiny_config_dict(vocab_size=384, **layers), "tiny")
     program = export_program(config, "float32", BLOCK_SIZE)
     source = random_source(program.weights)
-    return config, *with_nvfp4_linears(PassManager(PIPELINE).run(program)[0], source)
+    return config, *with_nvfp4_linears(PassManager(make_pipeline(Quantization())).run(program)[0], source)
 
 
 @cache

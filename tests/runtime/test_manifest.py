@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from qwen4exp_trt import __version__
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import FORMAT_VERSION, MANIFEST_FILE, CheckpointRef, FileRef, Manifest
@@ -25,13 +27,19 @@ def make_manifest(folder: Path) -> Manifest:
         (folder / name).write_text(name)
     manifest = Manifest(
         config={"hidden_size": 32},
-        precision="bfloat16",
+        precision="nvfp4-w4a4",
+        ple_precision="nvfp4",
+        activation_dtype="bfloat16",
+        kv_cache_dtype="float8_e4m3fn",
+        weights=[{"component": "lm_head", "stored": "float", "held": "nvfp4", "remark": "converted"}],
+        calibration=Calibration({"layers.0.linear_attn.out_proj.nvfp4_linear": 0.25}, "text.txt", "1" * 64, 4096),
         target="sm121",
         backend="tensorrt-rtx",
         limits=EngineLimits(2, 64, 32, 16),
         vocab_size=96,
         stop_token_ids=(3, 5),
         checkpoint=CheckpointRef("/somewhere", {"model.safetensors": FileIdentity(1234, "0" * 64)}),
+        converted=CheckpointRef("/beside", {"abc.safetensors": FileIdentity(99, "2" * 64)}),
         plugins={name: spec.version for name, spec in all_specs().items()},
         profiles={"decode": {"input_ids": [[1], [4], [8]]}},
         passes=[{"name": "drop_dead_code", "rewrites": 3, "max_error": None}],
@@ -59,7 +67,7 @@ def test_saved_manifest_is_read_back(tmp_path: Path) -> None:
     manifest = make_manifest(tmp_path)
     assert Manifest.load(tmp_path) == manifest
     manifest.check_files(tmp_path)
-    config_only = replace(manifest, checkpoint=None, target=None, backend=None)
+    config_only = replace(manifest, checkpoint=None, converted=None, calibration=None, target=None, backend=None)
     config_only.save(tmp_path)
     assert Manifest.load(tmp_path) == config_only
 
@@ -78,10 +86,10 @@ def test_damaged_json(tmp_path: Path, text: str) -> None:
 
 
 WRONG_VALUES = {
-    None: {"target", "backend", "checkpoint"},
-    "text": {"precision", "target", "backend"},
+    None: {"target", "backend", "checkpoint", "converted", "calibration"},
+    "text": {"precision", "ple_precision", "activation_dtype", "kv_cache_dtype", "target", "backend"},
     1.5: set(),
-    ("x",): {"passes"},
+    ("x",): {"weights", "passes"},
 }
 """A value -> the fields that may have it."""
 
@@ -94,6 +102,35 @@ def test_field_of_another_type(tmp_path: Path, name: str, value: Any) -> None:
     make_manifest(tmp_path)
     change(tmp_path, **{name: value})
     refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"scales": {"a": scale}} for scale in (0.0, -1.0, math.inf, math.nan, None, "1", 1)]
+    + [{"scales": 0.5}, {"scales": ["a"]}, {"text": None}, {"sha256": 7}, {"num_tokens": "all"}, {"of_old": 1}],
+    ids=str,
+)
+def test_damaged_calibration(tmp_path: Path, damage: dict[str, Any]) -> None:
+    calibration = make_manifest(tmp_path).calibration
+    assert calibration is not None
+    change(tmp_path, calibration=asdict(calibration) | damage)
+    assert f"{MANIFEST_FILE}: damaged (" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["checkpoint", "converted"])
+@pytest.mark.parametrize(
+    "ref",
+    [{"path": 5, "files": {}}, {"path": "a", "files": []}, {"path": "a"}]
+    + [
+        {"path": "a", "files": {"b": identity}}
+        for identity in (None, {}, {"size": 1}, {"size": "1", "sample_sha256": ""}, {"size": 1, "sample_sha256": 2})
+    ],
+    ids=str,
+)
+def test_damaged_file_identities(tmp_path: Path, field: str, ref: dict[str, Any]) -> None:
+    make_manifest(tmp_path)
+    change(tmp_path, **{field: ref})
+    assert f"{MANIFEST_FILE}: damaged (" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("name", FIELDS)
