@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_zoo import build_hf_model
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -208,3 +209,12 @@ def save_quantized(folder: Path, tensors: QuantizedTensors, release: Release, co
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if release.hf_quant_config is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps(release.hf_quant_config), encoding="utf-8")
+
+
+def write_quantized(folder: Path, release: str, config: dict[str, Any], seed: int = 2) -> QuantizedTensors:
+    """Write a random model as a release of `RELEASES` would hold it."""
+    model = build_hf_model(config, seed)
+    state = {name.removeprefix("model."): tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = quantize_tensors(state, RELEASES[release])
+    save_quantized(folder, tensors, RELEASES[release], config)
+    return tensors
