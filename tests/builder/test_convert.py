@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import Planned, plan_conversions_of
-from quantized_checkpoints import RELEASES, TABLE, QuantizedTensors, Release, store_bf16, store_fp8_blocks, write_random
+from quantized_checkpoints import RELEASES, TABLE, Release, store_bf16, store_fp8_blocks, write_random
 from quantized_parts import value_of_parts
 from torch import Tensor
 
