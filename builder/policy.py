@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
+from qwen4exp_trt.passes.choose_formats import MOE_OPS
 from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK
 from qwen4exp_trt.runtime.checkpoint import listing
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
@@ -30,7 +31,7 @@ _KEPT_BY_LINEARS = re.compile(r"\.ple\.(key|value)_proj\.")
 _TABLE = re.compile(r"\.ngram_embedding\.")
 _EXPERTS, _SHARED_EXPERT = re.compile(r"^(.*\.mlp)\.experts\."), re.compile(r"^(.*\.mlp)\.shared_expert\.")
 
-_MOE_FORMATS = {(FLOAT, FLOAT), (NVFP4, NVFP4), (NVFP4, FLOAT), (FP8_BLOCKS, FLOAT)}
+_MOE_FORMATS = {(FLOAT, FLOAT), *MOE_OPS}
 """Formats of the routed experts and of the shared expert for which there is an op."""
 
 

@@ -6,14 +6,15 @@ Dequantization is written out here once more, so that what our recipes give is n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from model_zoo import tiny_config_dict
-from safetensors.torch import save_file
+from model_zoo import build_hf_model, tiny_config_dict
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qwen4exp_trt.frontend.config import ModelConfig
@@ -82,12 +83,17 @@ def store_fp8_pb_wo(weight: Tensor) -> Stored:
 
 def store_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> Stored:
     packed, block_scales, global_scale = quantize_nvfp4(weight, global_scale)
-    signed = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
-    nibbles = torch.empty(*weight.shape, dtype=torch.int64)
-    nibbles[:, 0::2], nibbles[:, 1::2] = (packed % 16).long(), (packed // 16).long()
-    value = signed[nibbles] * block_scales.float().repeat_interleave(16, 1) * global_scale
     parts = {"weight": packed, "weight_scale": block_scales, "weight_scale_2": global_scale}
-    return Stored(parts | {"input_scale": torch.tensor(0.01)}, value)
+    parts["input_scale"] = torch.tensor(0.01)
+    return Stored(parts, nvfp4_value(packed, block_scales, global_scale.reshape(1)))
+
+
+def nvfp4_value(packed: Tensor, block_scales: Tensor, scales: Tensor) -> Tensor:
+    """The float32 weight ``[..., N, K]``; each of ``scales`` ``[..., G]`` belongs to N / G rows."""
+    signed = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
+    nibbles = torch.stack([packed % 16, packed // 16], -1).flatten(-2).long()
+    row_scales = scales.repeat_interleave(packed.shape[-2] // scales.shape[-1], -1)
+    return signed[nibbles] * block_scales.float().repeat_interleave(16, -1) * row_scales[..., None]
 
 
 Store = Callable[[Tensor], Stored]
@@ -240,3 +246,26 @@ def write_random(
     edit(tensors.stored)
     save_quantized(folder, tensors, release, config)
     return tensors
+
+
+def write_quantized(folder: Path, release: str, config: dict[str, Any], seed: int = 2) -> QuantizedTensors:
+    """Write a random model as a release of `RELEASES` would hold it."""
+    model = build_hf_model(config, seed)
+    state = {name.removeprefix("model."): tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = quantize_tensors(state, RELEASES[release])
+    save_quantized(folder, tensors, RELEASES[release], config)
+    return tensors
+
+
+def converted_values(files: Iterable[Path]) -> dict[str, Tensor]:
+    """The float32 weights of files that a build converted: each has ``weight#part``, of a table ``weight#part.n``."""
+    parts: dict[str, Tensor] = {}
+    for file in files:
+        parts |= load_file(file)
+    values: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for name, packed in parts.items():
+        weight, _, part = name.partition("#")
+        if part.startswith("codes"):
+            scales = (parts[name.replace("#codes", f"#{other}")] for other in ("block_scales", "scales"))
+            values[weight][int(part.partition(".")[2] or 0)] = nvfp4_value(packed, *scales)
+    return {weight: torch.cat([pieces[i] for i in sorted(pieces)]) for weight, pieces in values.items()}
