@@ -91,8 +91,12 @@ def formats_by(patterns: dict[str, WeightFormat]) -> dict[str, WeightFormat]:
 ALL_NVFP4 = dict.fromkeys((*QUANTIZED, EXPERTS, SHARED_EXPERT, TABLE), WeightFormat.NVFP4)
 ALL_FP8 = dict.fromkeys(QUANTIZED, WeightFormat.FP8) | {EXPERTS: WeightFormat.FP8_BLOCKS, TABLE: WeightFormat.FP8}
 MIXED = {
-    **{r"\.in_proj_qkv\.": WeightFormat.FP8_BLOCKS, r"\.in_proj_z\.": WeightFormat.NVFP4, EXPERTS: WeightFormat.NVFP4},
-    **{r"\.q_proj\.": WeightFormat.NVFP4, r"\.k_proj\.": WeightFormat.FP8, TABLE: WeightFormat.NVFP4},
+    r"\.in_proj_qkv\.": WeightFormat.FP8_BLOCKS,
+    r"\.in_proj_z\.": WeightFormat.NVFP4,
+    EXPERTS: WeightFormat.NVFP4,
+    r"\.q_proj\.": WeightFormat.NVFP4,
+    r"\.k_proj\.": WeightFormat.FP8,
+    TABLE: WeightFormat.NVFP4,
 }
 
 
