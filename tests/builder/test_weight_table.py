@@ -83,10 +83,10 @@ def test_the_words_of_the_table() -> None:
         Choice("layers.3.self_attn.q_proj.weight", (F.FP8,), F.FP8),
     ]
     assert format_weight_table(weight_table(TINY, choices, "float32")).splitlines() == [
-        "weights                  count     elements  in the checkpoint -> in the bundle",
-        "  attention                  1       0.00 M  fp8",
-        "  embed_tokens               1       0.00 M  fp8 -> float32 (dequantized: its op takes no such format)",
-        "  lm_head                    1       0.00 M  float -> nvfp4 (converted)",
+        "weights                  count      elements  in the checkpoint -> in the bundle",
+        "  attention                  1        0.00 M  fp8",
+        "  embed_tokens               1        0.00 M  fp8 -> float32 (dequantized: its op takes no such format)",
+        "  lm_head                    1        0.00 M  float -> nvfp4 (converted)",
     ]
 
 
