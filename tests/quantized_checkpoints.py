@@ -6,15 +6,20 @@ Dequantization is written out here once more, so that what our recipes give is n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from model_zoo import build_hf_model, tiny_config_dict
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.frontend.ngram import ngram_hash
+from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.plugins.number_formats import E4M3_MAX, quantize_nvfp4
 
 TABLE = "ple.ple_embedding.ngram_embedding"
@@ -78,12 +83,17 @@ def store_fp8_pb_wo(weight: Tensor) -> Stored:
 
 def store_nvfp4(weight: Tensor, global_scale: Tensor | None = None) -> Stored:
     packed, block_scales, global_scale = quantize_nvfp4(weight, global_scale)
-    signed = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
-    nibbles = torch.empty(*weight.shape, dtype=torch.int64)
-    nibbles[:, 0::2], nibbles[:, 1::2] = (packed % 16).long(), (packed // 16).long()
-    value = signed[nibbles] * block_scales.float().repeat_interleave(16, 1) * global_scale
     parts = {"weight": packed, "weight_scale": block_scales, "weight_scale_2": global_scale}
-    return Stored(parts | {"input_scale": torch.tensor(0.01)}, value)
+    parts["input_scale"] = torch.tensor(0.01)
+    return Stored(parts, nvfp4_value(packed, block_scales, global_scale.reshape(1)))
+
+
+def nvfp4_value(packed: Tensor, block_scales: Tensor, scales: Tensor) -> Tensor:
+    """The float32 weight ``[..., N, K]``; each of ``scales`` ``[..., G]`` belongs to N / G rows."""
+    signed = torch.tensor([*_MAGNITUDES, *(-m for m in _MAGNITUDES)])
+    nibbles = torch.stack([packed % 16, packed // 16], -1).flatten(-2).long()
+    row_scales = scales.repeat_interleave(packed.shape[-2] // scales.shape[-1], -1)
+    return signed[nibbles] * block_scales.float().repeat_interleave(16, -1) * row_scales[..., None]
 
 
 Store = Callable[[Tensor], Stored]
@@ -208,3 +218,54 @@ def save_quantized(folder: Path, tensors: QuantizedTensors, release: Release, co
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if release.hf_quant_config is not None:
         (folder / "hf_quant_config.json").write_text(json.dumps(release.hf_quant_config), encoding="utf-8")
+
+
+def random_tensors(config_dict: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Normal weights and the hash constants of a text model, without the time that it takes to make the model."""
+    config, generator = ModelConfig.from_dict(config_dict, "random"), torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in expected_weights(config).items()}
+    for layer in config.ple_layers:
+        constants = ngram_hash(config, layer)
+        embedding = f"layers.{layer}.ple.ple_embedding"
+        tensors[f"{embedding}.layer_multipliers"] = torch.tensor(constants.multipliers)
+        tensors[f"{embedding}.ngram_heads_vocab_sizes"] = torch.tensor(constants.vocab_sizes)
+        tensors[f"{embedding}.ngram_heads_offsets"] = torch.tensor(constants.offsets)
+    return tensors
+
+
+def write_random(
+    folder: Path,
+    release: Release,
+    edit: Callable[[dict[str, Tensor]], None] = lambda stored: None,
+    seed: int = 0,
+    **overrides: Any,
+) -> QuantizedTensors:
+    """A checkpoint of random weights; ``edit`` changes the stored tensors, under canonical names."""
+    config = tiny_config_dict(**overrides)
+    tensors = quantize_tensors(random_tensors(config, seed), release)
+    edit(tensors.stored)
+    save_quantized(folder, tensors, release, config)
+    return tensors
+
+
+def write_quantized(folder: Path, release: str, config: dict[str, Any], seed: int = 2) -> QuantizedTensors:
+    """Write a random model as a release of `RELEASES` would hold it."""
+    model = build_hf_model(config, seed)
+    state = {name.removeprefix("model."): tensor.clone() for name, tensor in model.state_dict().items()}
+    tensors = quantize_tensors(state, RELEASES[release])
+    save_quantized(folder, tensors, RELEASES[release], config)
+    return tensors
+
+
+def converted_values(files: Iterable[Path]) -> dict[str, Tensor]:
+    """The float32 weights of files that a build converted: each has ``weight#part``, of a table ``weight#part.n``."""
+    parts: dict[str, Tensor] = {}
+    for file in files:
+        parts |= load_file(file)
+    values: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    for name, packed in parts.items():
+        weight, _, part = name.partition("#")
+        if part.startswith("codes"):
+            scales = (parts[name.replace("#codes", f"#{other}")] for other in ("block_scales", "scales"))
+            values[weight][int(part.partition(".")[2] or 0)] = nvfp4_value(packed, *scales)
+    return {weight: torch.cat([pieces[i] for i in sorted(pieces)]) for weight, pieces in values.items()}

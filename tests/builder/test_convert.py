@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from conversions import Planned, plan_conversions_of
-from quantized_checkpoints import RELEASES, TABLE, Release, store_bf16, store_fp8_blocks
+from quantized_checkpoints import RELEASES, TABLE, Release, store_bf16, store_fp8_blocks, write_random
 from quantized_parts import value_of_parts
-from random_checkpoints import write_random
 from torch import Tensor
 
 from qwen4exp_trt.builder import convert as convert_module

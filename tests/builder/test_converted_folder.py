@@ -17,8 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from conversions import Planned, contents, plan_conversions_of
-from quantized_checkpoints import Release, store_bf16
-from random_checkpoints import write_random
+from quantized_checkpoints import Release, store_bf16, write_random
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 

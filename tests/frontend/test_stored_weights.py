@@ -22,9 +22,9 @@ from quantized_checkpoints import (
     store_fp8_pb_wo,
     store_fp8_scalar,
     store_nvfp4,
+    write_random,
 )
 from quantized_parts import value_of_parts
-from random_checkpoints import write_random
 from torch import Tensor
 
 from qwen4exp_trt.frontend.config import ModelConfig
