@@ -1,5 +1,6 @@
 # make demo   build the bundled demo checkpoint's SM121 engine and generate text from it on the CPU
 # make test   lint, type check and the CPU test suite
+# make gpu    the tests that need CUDA
 PYTHON ?= python3
 VENV ?= .venv
 # The newest torch that is tested. Its default Linux build brings CUDA; a CPU build of the same version does as well.
@@ -10,7 +11,7 @@ READY := $(VENV)/.ready
 # The suite runs two processes side by side; each keeps to one core.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: setup demo test test-all lint golden bench clean
+.PHONY: setup demo test test-all gpu lint golden bench clean
 
 setup: $(READY)
 
@@ -31,10 +32,13 @@ lint: setup
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: lint
-	$(PYTEST)
+	$(PYTEST) -m "not gpu"
+
+gpu: setup
+	$(BIN)/python -m pytest -m gpu
 
 golden: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/passes/test_golden.py --update-golden

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight
 from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK, finite_amax, nvfp4_scale, quantize_nvfp4
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.materialize import read_rows
+from qwen4exp_trt.runtime.recipe_shapes import RecipeShapes
 from qwen4exp_trt.runtime.specs import Source, WeightRecipe, recipe_to_json
 from qwen4exp_trt.runtime.tensor_source import TensorSource
 from qwen4exp_trt.runtime.weight_formats import PACKED_FP4, Part, part_name
@@ -36,6 +37,8 @@ _CONVERTER = "nvfp4-1"
 _MAX_TABLE_FILES = 128
 _PIECE_ELEMENTS = 1 << 22
 """What of a weight a thread quantizes at a time, in float32."""
+_KEY = "key"
+"""In the metadata of a file: the one that it was made for."""
 _PARTIAL = ".partial"
 _STALE_SECONDS = 24 * 3600
 """Longer than any file takes: what is older was left by a build that was killed."""
@@ -134,16 +137,20 @@ class ConvertedFolder:
         return [conversion for conversion in conversions if not (self.path / conversion.file).is_file()]
 
     def open(self, conversions: Sequence[Conversion]) -> Checkpoint:
-        """The tensors of the files, which must be there; `BuildError` for a file that holds something else."""
-        try:
-            opened = Checkpoint.open_files(self.path, {conversion.file for conversion in conversions})
-        except CheckpointError as error:
-            raise BuildError(f"converted weights: {error}; remove what is damaged and build again") from error
+        """The tensors of the files, which must be there.
+
+        `BuildError` for a file that holds something else, `CheckpointError` for one that is truncated or damaged.
+        """
         for conversion in conversions:
-            missing = [name for name in map(conversion.tensor_name, Part) if name not in opened]
-            if missing:
-                raise BuildError(f"{self.path / conversion.file}: holds no {missing[0]}; remove it and build again")
-        return opened
+            self._check_key(conversion)
+        return Checkpoint.open_files(self.path, {conversion.file for conversion in conversions})
+
+    def _check_key(self, conversion: Conversion) -> None:
+        path = self.path / conversion.file
+        # Of a damaged file, `Checkpoint` says more.
+        with suppress(SafetensorError), safe_open(path, framework="pt") as file:
+            if (file.metadata() or {}).get(_KEY) != conversion.key:
+                raise BuildError(f"{path}: does not hold the converted {conversion.weight}; remove it and build the bundle again")
 
     def check_space(self, missing: Sequence[Conversion]) -> tuple[int, int]:
         """The bytes that ``missing`` will take and those that are free; `BuildError` if these are fewer."""
@@ -163,15 +170,18 @@ class ConvertedFolder:
         with _errors_of_disk(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._remove_stale()
-            for conversion in missing:
-                base = done
-                self._write(conversion, quantize_weight(conversion, source, lambda n, b=base: progress(b + n, total)))
-                done += conversion.num_elements
+        for conversion in missing:
+            base = done
+            tensors = quantize_weight(conversion, source, lambda n, b=base: progress(b + n, total))
+            with _errors_of_disk(self.path):
+                self._write(conversion, tensors)
+            done += conversion.num_elements
 
     def _write(self, conversion: Conversion, tensors: Mapping[str, Tensor]) -> None:
         staging = self.path / f".{conversion.key}.{secrets.token_hex(4)}{_PARTIAL}"
         try:
-            save_file(dict(tensors), staging, {"weight": conversion.weight, "converter": _CONVERTER})
+            # One entry: safetensors writes several in random order, and then equal weights would be different files.
+            save_file(dict(tensors), staging, {_KEY: conversion.key})
             with staging.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(staging, self.path / conversion.file)
@@ -211,8 +221,11 @@ def quantize_weight(
     codes = torch.empty((*rows, columns // 2), dtype=torch.uint8)
     block_scales = torch.empty((*rows, columns // NVFP4_BLOCK), dtype=torch.float8_e4m3fn)
 
+    shapes = RecipeShapes(source)
+
     def read(start: int, stop: int) -> Tensor:
-        return read_rows(conversion.value, source, conversion.start + start, conversion.start + stop).float()
+        rows = (conversion.start + start, conversion.start + stop)
+        return read_rows(conversion.value, source, *rows, shapes=shapes).float()
 
     def quantize_experts(start: int, stop: int) -> None:
         for expert, matrices in zip(range(start, stop), read(start, stop), strict=True):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
+from qwen4exp_trt.passes.choose_formats import MOE_OPS
 from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK
 from qwen4exp_trt.runtime.checkpoint import listing
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
@@ -30,7 +31,7 @@ _KEPT_BY_LINEARS = re.compile(r"\.ple\.(key|value)_proj\.")
 _TABLE = re.compile(r"\.ngram_embedding\.")
 _EXPERTS, _SHARED_EXPERT = re.compile(r"^(.*\.mlp)\.experts\."), re.compile(r"^(.*\.mlp)\.shared_expert\.")
 
-_MOE_FORMATS = {(FLOAT, FLOAT), (NVFP4, NVFP4), (NVFP4, FLOAT), (FP8_BLOCKS, FLOAT)}
+_MOE_FORMATS = {(FLOAT, FLOAT), *MOE_OPS}
 """Formats of the routed experts and of the shared expert for which there is an op."""
 
 
@@ -67,7 +68,7 @@ def choose_weight_formats(
     """The choice of every weight of ``config``, in the order of `expected_weights`.
 
     ``stored``: the formats of each in the checkpoint. ``keep``: shell patterns of canonical names that stay as the
-    checkpoint has them; `BuildError` for one that changes nothing.
+    checkpoint has them; `BuildError` for one that matches none.
     """
     shapes = expected_weights(config)
     choices = {name: _choose(name, shape, stored[name], precision, ple_precision) for name, shape in shapes.items()}
@@ -80,7 +81,8 @@ def choose_weight_formats(
             )
         for name in matching:
             kept = _choose(name, shapes[name], stored[name], "checkpoint", "checkpoint")
-            choices[name] = Choice(name, kept.stored, kept.format, f"--keep {pattern}")
+            if kept.format is not choices[name].format:
+                choices[name] = replace(kept, reason=kept.reason or f"--keep {pattern}")
     return tuple(_fit_moe_ops(choices).values())
 
 

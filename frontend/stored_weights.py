@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -68,13 +69,19 @@ def concat_shards(shards: Sequence[StoredWeight]) -> StoredWeight:
     """A table ``[R, E]`` from consecutive rows; it keeps a format that all have, with a scale for each or for all."""
     shape = (sum(shard.shape[0] for shard in shards), *shards[0].shape[1:])
     value, formats = _concat_rows([shard.value for shard in shards]), _formats(shards)
-    has_parts = len(formats) == 1 and formats[0] in (WeightFormat.FP8, WeightFormat.NVFP4)
-    scales = list(dict.fromkeys(shard.parts[Part.SCALES] for shard in shards)) if has_parts else []
-    if not has_parts or (len(scales) > 1 and len({shard.shape for shard in shards}) > 1):
+    if formats not in ((WeightFormat.FP8,), (WeightFormat.NVFP4,)):
         return StoredWeight(shape, value, formats=formats)
     parts = {part: _concat_rows([shard.parts[part] for shard in shards]) for part in shards[0].parts}
-    parts[Part.SCALES] = _concat_rows(scales)
-    return StoredWeight(shape, value, formats[0], parts, len(scales))
+    scales = [shard.parts[Part.SCALES] for shard in shards]
+    if len(set(scales)) == 1:
+        return StoredWeight(shape, value, formats[0], {**parts, Part.SCALES: scales[0]})
+    # Shards of different sizes are groups of as many rows as divide all of them, some with equal scales.
+    group = math.gcd(*(shard.shape[0] for shard in shards))
+    repeated = [
+        transform("expand", scale, shape=(shard.shape[0] // group,)) if shard.shape[0] > group else scale
+        for scale, shard in zip(scales, shards, strict=True)
+    ]
+    return StoredWeight(shape, value, formats[0], {**parts, Part.SCALES: _concat_rows(repeated)}, shape[0] // group)
 
 
 def _formats(weights: Sequence[StoredWeight]) -> tuple[WeightFormat, ...]:

@@ -69,6 +69,8 @@ class _Weights:
         self.program, self.formats = program, formats
         placeholders = program.placeholders()
         self.names = {placeholders[spec.name]: spec.name for spec in program.weights}
+        self._added: dict[WeightSpec, fx.Node] = {}
+        """Parts that an op before takes too."""
 
     def format(self, node: Any) -> WeightFormat:
         return self.formats.get(self.names.get(node, ""), WeightFormat.FLOAT)
@@ -101,12 +103,16 @@ class _Weights:
         make: _Make = lambda recipe: recipe,
     ) -> fx.Node:
         name = self.names[weight]
+        tensor = TensorSpec(f"{name.removesuffix('.weight')}.{part}", tuple(shape), name_from_dtype(dtype))
+        spec = WeightSpec(tensor, make(Source(part_name(name, part))))
+        if spec in self._added:
+            return self._added[spec]
         mode = detect_fake_mode(weight.meta["val"])
         assert mode is not None
         with mode:
             value = torch.empty(tuple(shape), dtype=dtype)
-        spec = TensorSpec(f"{name.removesuffix('.weight')}.{part}", tuple(shape), name_from_dtype(dtype))
-        return add_weight(self.program, WeightSpec(spec, make(Source(part_name(name, part)))), value)
+        self._added[spec] = add_weight(self.program, spec, value)
+        return self._added[spec]
 
     def replace(self, node: fx.Node, old: str, op: str, operands: Sequence[Any]) -> int:
         """``op`` for the op ``old`` at ``node``; returns the number of rewrites."""
@@ -159,7 +165,7 @@ def _choose_moe(weights: _Weights, node: fx.Node) -> int:
     routed_format, shared_format = (_common_format(weights, node, group) for group in (routed, shared))
     if routed_format is WeightFormat.FLOAT and shared_format is WeightFormat.FLOAT:
         return 0
-    op = _MOE_OPS.get((routed_format, shared_format))
+    op = MOE_OPS.get((routed_format, shared_format))
     if op is None:
         raise PassError(f"{node.name}: no op has {routed_format} routed experts and a {shared_format} shared expert")
     new = (_fp8_experts if op == "fp8_routed_moe" else _nvfp4_experts)(weights, *routed)
@@ -170,7 +176,7 @@ def _choose_moe(weights: _Weights, node: fx.Node) -> int:
     return weights.replace(node, "moe", op, (*args, *node.args[-len(spec.attrs) :]))
 
 
-_MOE_OPS = {
+MOE_OPS = {
     (WeightFormat.NVFP4, WeightFormat.NVFP4): "nvfp4_moe",
     (WeightFormat.NVFP4, WeightFormat.FLOAT): "nvfp4_routed_moe",
     (WeightFormat.FP8_BLOCKS, WeightFormat.FLOAT): "fp8_routed_moe",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from qwen4exp_trt.passes.quantize_activations import quantize_activations
-
 from qwen4exp_trt.passes.base import Pass
 from qwen4exp_trt.passes.choose_formats import Formats, choose_formats
 from qwen4exp_trt.passes.drop_dead_code import drop_dead_code
@@ -14,6 +12,7 @@ from qwen4exp_trt.passes.fold_weights import fold_weights
 from qwen4exp_trt.passes.fuse_hc_combine import fuse_hc_combine
 from qwen4exp_trt.passes.merge_hc_projections import merge_hc_projections
 from qwen4exp_trt.passes.merge_projections import merge_projections
+from qwen4exp_trt.passes.quantize_activations import quantize_activations
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 

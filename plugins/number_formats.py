@@ -6,6 +6,7 @@ E4M3 is torch's ``float8_e4m3fn``: 1.4.3 bits, bias 7, subnormals, no infinity, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def dequantize_nvfp4(packed: Tensor, block_scales: Tensor, global_scale: Tensor)
     ``[..., K/16]`` is ``float8_e4m3fn``, and ``global_scale`` float32 broadcasts against the dims before K. The product
     of code and block scale is exact, so that there is one rounding. Raises PluginError for shapes that do not fit.
     """
-    _check_nvfp4_shapes(packed.shape[-1] * 2, packed.shape[:-1], block_scales)
+    check_nvfp4_shapes(packed.shape[-1] * 2, packed.shape[:-1], block_scales)
     pairs = _VALUES_OF_BYTE.to(packed.device).view(torch.float64).flatten()  # a byte's two values are one element
     codes = packed.view(torch.uint8).flatten().int()
     weight = pairs.index_select(0, codes).view(torch.float32).view(*packed.shape[:-1], -1)
@@ -97,7 +98,7 @@ def encode_nvfp4(weight: Tensor, block_scales: Tensor, global_scale: Tensor) -> 
     keeps its sign and -0 loses it. Raises PluginError for scales that are not positive and finite, for a weight with
     NaN or infinity, and for shapes that do not fit.
     """
-    _check_nvfp4_shapes(weight.shape[-1], weight.shape[:-1], block_scales)
+    check_nvfp4_shapes(weight.shape[-1], weight.shape[:-1], block_scales)
     scale = block_scales.float() * global_scale.float().unsqueeze(-1)
     if not (torch.isfinite(scale) & (scale > 0)).all():
         raise PluginError("NVFP4 scales must be positive and finite, and so must block scale * global scale")
@@ -204,7 +205,8 @@ def _codes(quotient: Tensor) -> Tensor:
     return table.index_select(0, doubled.flatten()).view(doubled.shape) | ((quotient < 0).to(torch.uint8) << 3)
 
 
-def _check_nvfp4_shapes(size: int, rows: torch.Size, block_scales: Tensor) -> None:
+def check_nvfp4_shapes(size: int, rows: Sequence[int], block_scales: Tensor) -> None:
+    """`PluginError` unless these are the block scales of a weight ``[*rows, size]``."""
     expected = [*rows, size // NVFP4_BLOCK]
     if size % NVFP4_BLOCK or list(block_scales.shape) != expected or block_scales.dtype != torch.float8_e4m3fn:
         raise PluginError(
@@ -222,6 +224,16 @@ def dequantize_fp8_blocks(weight: Tensor, scale_inv: Tensor) -> Tensor:
     ``scale_inv`` ``[..., ceil(N/128), ceil(K/128)]`` is what checkpoints call ``weight_scale_inv``: a multiplier.
     Raises PluginError for scales of another shape.
     """
+    check_fp8_block_shapes(weight, scale_inv)
+    by_column = scale_inv.float().repeat_interleave(FP8_BLOCK, -1)[..., : weight.shape[-1]]
+    result = float_from_e4m3(weight)
+    for block, scales in enumerate(by_column.unbind(-2)):
+        result[..., block * FP8_BLOCK : (block + 1) * FP8_BLOCK, :].mul_(scales.unsqueeze(-2))
+    return result
+
+
+def check_fp8_block_shapes(weight: Tensor, scale_inv: Tensor) -> None:
+    """`PluginError` unless ``scale_inv`` has the shape of ``weight``'s blocks."""
     *rest, rows, columns = weight.shape
     expected = [*rest, -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)]
     if weight.dtype != torch.float8_e4m3fn or list(scale_inv.shape) != expected:
@@ -229,8 +241,3 @@ def dequantize_fp8_blocks(weight: Tensor, scale_inv: Tensor) -> Tensor:
             f"an FP8 weight must be float8_e4m3fn with scales {expected}, one for {FP8_BLOCK} x {FP8_BLOCK} elements; "
             f"got {weight.dtype} {list(weight.shape)} with scales {list(scale_inv.shape)}"
         )
-    by_column = scale_inv.float().repeat_interleave(FP8_BLOCK, -1)[..., :columns]
-    result = float_from_e4m3(weight)
-    for block, scales in enumerate(by_column.unbind(-2)):
-        result[..., block * FP8_BLOCK : (block + 1) * FP8_BLOCK, :].mul_(scales.unsqueeze(-2))
-    return result

@@ -49,24 +49,24 @@ class Checkpoint:
         _check_index(folder, {file.name for file in paths})
         if not paths:
             raise CheckpointError(f"{folder}: no *.safetensors file in it; convert other formats first")
-        return cls._of_files(folder, paths)
+        return cls._of_files(folder, paths, "download it again")
 
     @classmethod
     def open_files(cls, path: str | Path, files: Iterable[str]) -> Checkpoint:
-        """Read the headers of the named files of the folder ``path``, and of no others.
+        """Read the headers of the named files of the folder ``path``, which were made by a build, and of no others.
 
         Raises `CheckpointError` for files that are missing, truncated or damaged, and for a tensor that two have.
         """
         folder, names = _checked_folder(path), sorted(files)
         if missing := [name for name in names if not (folder / name).is_file()]:
             raise CheckpointError(f"{folder}: {listing(missing)} missing of {len(names)} files")
-        return cls._of_files(folder, [folder / name for name in names])
+        return cls._of_files(folder, [folder / name for name in names], "remove it and build the bundle again")
 
     @classmethod
-    def _of_files(cls, folder: Path, paths: list[Path]) -> Checkpoint:
+    def _of_files(cls, folder: Path, paths: list[Path], remedy: str) -> Checkpoint:
         tensors: dict[str, tuple[str, Any]] = {}
         for file in paths:
-            handle = _open_file(file)
+            handle = _open_file(file, remedy)
             names: list[str] = handle.keys()
             for name in names:
                 if name in tensors:
@@ -162,11 +162,11 @@ def _check_index(folder: Path, present: set[str]) -> None:
         )
 
 
-def _open_file(path: Path) -> Any:
+def _open_file(path: Path, remedy: str) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: {_describe_damage(path)} ({error}); download it again") from error
+        raise CheckpointError(f"{path}: {_describe_damage(path)} ({error}); {remedy}") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
 

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError, CheckpointError
-from qwen4exp_trt.runtime.recipe_pieces import Piece, pieces_of
+from qwen4exp_trt.runtime.piece_batch import Batch, Staging, batches_of
+from qwen4exp_trt.runtime.recipe_pieces import pieces_of
 from qwen4exp_trt.runtime.recipe_rows import rows_of
 from qwen4exp_trt.runtime.recipe_shapes import RecipeShapes
-from qwen4exp_trt.runtime.specs import Source, SourceRows, Transform, WeightRecipe, WeightSpec
-from qwen4exp_trt.runtime.tensor_source import Described, Read, TensorFunction, TensorSource, as_source
-from qwen4exp_trt.runtime.weights import apply_transform, literal_tensor, name_from_dtype
+from qwen4exp_trt.runtime.specs import WeightRecipe, WeightSpec
+from qwen4exp_trt.runtime.tensor_source import Described, TensorFunction, TensorSource, as_source
+from qwen4exp_trt.runtime.weights import name_from_dtype
 
 _WINDOW_BYTES = 32 << 20
 """What is being read, or is read and not computed yet."""
-_BATCH_BYTES = 4 << 20
-_BATCH_PIECES = 256
-"""Pieces are read together until they are one or the other."""
-
 Progress = Callable[[int, int], None]
 """Told the bytes that are done and those in all."""
 
@@ -51,12 +48,15 @@ def read_rows(
     start: int,
     stop: int,
     device: torch.device | str = "cpu",
+    shapes: RecipeShapes | None = None,
 ) -> Tensor:
     """Rows ``start`` to ``stop`` (first dim) of what ``recipe`` gives, as `materialize`, reading no others.
 
+    ``shapes`` of the same source save time when they serve several calls: a stack of experts has thousands of parts.
     `CheckpointError` for a recipe with a transform that does not go row by row.
     """
-    shapes = RecipeShapes(opened := as_source(source))
+    opened = as_source(source)
+    shapes = shapes or RecipeShapes(opened)
     if start < stop:
         return materialize(rows_of(recipe, start, stop, shapes), opened, device)
     shape, dtype = shapes(recipe)
@@ -77,7 +77,7 @@ def materialize_weight(
     shapes = RecipeShapes(opened := as_source(source))
     try:
         described = shapes(spec.recipe)
-    except (RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
+    except (CheckpointError, RuntimeError, TypeError, ValueError, LookupError, OverflowError) as error:
         raise CheckpointError(f"weight {spec.name}: its recipe does not fit the checkpoint: {error}") from error
     expected = (tuple(spec.tensor.shape), spec.tensor.dtype)
     found = (described[0], name_from_dtype(described[1]))
@@ -108,7 +108,7 @@ def load_weights(
     def advance(num_bytes: int) -> None:
         nonlocal done
         done += num_bytes
-        if progress is not None:
+        if progress is not None and num_bytes:
             progress(done, total)
 
     return {spec.name: materialize_weight(spec, source, device, advance) for spec in specs}
@@ -126,83 +126,19 @@ def _fill(
     shapes: RecipeShapes,
     advance: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
-    window: deque[_Batch] = deque()
+    """Fill ``result`` with what ``recipe`` gives."""
+    window: deque[Batch] = deque()
+    staging = Staging(result.device)
 
     def finish_first() -> None:
         batch = window.popleft()
-        batch.finish()
-        advance(batch.num_target_bytes)
+        batch.finish(staging)
+        advance(batch.bytes_made)
 
-    for pieces in _batches(pieces_of(recipe, result, shapes)):
-        batch = _Batch(pieces, shapes)
-        while window and sum(other.num_bytes for other in window) + batch.num_bytes > _WINDOW_BYTES:
+    for batch in batches_of(pieces_of(recipe, result, shapes), shapes):
+        while window and sum(other.bytes_read for other in window) + batch.bytes_read > _WINDOW_BYTES:
             finish_first()
-        batch.start(source)
+        batch.start(source, staging)
         window.append(batch)
     while window:
         finish_first()
-
-
-def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    num_bytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_bytes += piece.num_bytes
-        if len(batch) == _BATCH_PIECES or num_bytes >= _BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
-
-
-class _Batch:
-    """Pieces that are read together."""
-
-    def __init__(self, pieces: list[Piece], shapes: RecipeShapes) -> None:
-        self._reads = [(piece, [(leaf, *shapes(leaf)) for leaf in piece.leaves()]) for piece in pieces]
-        self._staged: deque[tuple[Piece, list[Tensor]]] = deque()
-        """Pieces that have to be computed, and what is read for each."""
-        self._wait: Callable[[], None] = lambda: None
-        self.num_bytes = sum(
-            dtype.itemsize * math.prod(shape) for _, leaves in self._reads for _, shape, dtype in leaves
-        )
-        """Bytes that are read."""
-        self.num_target_bytes = sum(piece.num_bytes for piece in pieces)
-
-    def start(self, source: TensorSource) -> None:
-        reads: list[Read] = []
-        for piece, leaves in self._reads:
-            if isinstance(piece.recipe, Source) and _is_memory_for(piece.target, leaves[0][2]):
-                reads.append(_read(piece.recipe, piece.target))
-                continue
-            # Pinned memory is what a GPU copies from while the CPU goes on.
-            pinned = piece.target.is_cuda
-            staged = [torch.empty(shape, dtype=dtype, pin_memory=pinned) for _, shape, dtype in leaves]
-            self._staged.append((piece, staged))
-            reads += [_read(leaf, memory) for (leaf, *_), memory in zip(leaves, staged, strict=True)]
-        self._wait = source.start(reads)
-
-    def finish(self) -> None:
-        self._wait()
-        while self._staged:
-            piece, staged = self._staged.popleft()
-            piece.target.copy_(_evaluate(piece.recipe, iter(staged), piece.target.device))
-
-
-def _is_memory_for(target: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor of ``dtype`` can be read right where it belongs."""
-    return target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
-
-
-def _read(leaf: Source, out: Tensor) -> Read:
-    return Read(leaf.name, out, (leaf.start, leaf.stop) if isinstance(leaf, SourceRows) else None)
-
-
-def _evaluate(recipe: WeightRecipe, staged: Iterator[Tensor], device: torch.device) -> Tensor:
-    """Run ``recipe`` on what was read for its sources, in their order."""
-    if isinstance(recipe, Source):
-        return next(staged).to(device, non_blocking=True)
-    if isinstance(recipe, Transform):
-        return apply_transform(recipe, [_evaluate(part, staged, device) for part in recipe.inputs])
-    return literal_tensor(recipe).to(device)

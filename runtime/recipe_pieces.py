@@ -12,10 +12,11 @@ from qwen4exp_trt.runtime.recipe_rows import NotByRows, as_dtype, rows_of
 from qwen4exp_trt.runtime.recipe_shapes import RecipeShapes
 from qwen4exp_trt.runtime.specs import Literal, Source, Transform, WeightRecipe
 
-_PIECE_ELEMENTS = 1 << 21
-"""Dequantizing so many takes some 30 MiB, whose largest part is float32."""
+_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
+"""By the device that computes: what fits the caches of a CPU core, and what keeps a GPU busy. Dequantizing takes up to
+24 bytes an element."""
 _JOINS = ("concat", "stack")
-_ELEMENTWISE = ("cast", "add", "view")
+_ELEMENTWISE = ("cast", "add", "mul", "view", "check_block_scales")
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,21 @@ class Piece:
     recipe: WeightRecipe
     target: Tensor
 
-    def leaves(self) -> list[Source]:
-        """The sources, in the order of evaluation."""
-        return list(_leaves(self.recipe))
+    def sources(self) -> list[Source]:
+        """The sources of the recipe, in the order of evaluation."""
+        return list(_sources(self.recipe))
 
     @property
     def num_bytes(self) -> int:
         return self.target.numel() * self.target.element_size()
 
 
-def _leaves(recipe: WeightRecipe) -> Iterator[Source]:
+def _sources(recipe: WeightRecipe) -> Iterator[Source]:
     if isinstance(recipe, Source):
         yield recipe
     elif isinstance(recipe, Transform):
         for part in recipe.inputs:
-            yield from _leaves(part)
+            yield from _sources(part)
 
 
 def pieces_of(recipe: WeightRecipe, target: Tensor, shapes: RecipeShapes) -> Iterator[Piece]:
@@ -80,7 +81,7 @@ def _pieces_of_join(join: Transform, target: Tensor, shapes: RecipeShapes) -> It
 
 def _groups_of_rows(recipe: WeightRecipe, target: Tensor, shapes: RecipeShapes) -> Iterator[Piece]:
     rows = len(target) if target.ndim else 1
-    at_once = max(_PIECE_ELEMENTS * rows // max(target.numel(), 1), 1)
+    at_once = max(_PIECE_ELEMENTS[target.device.type] * rows // max(target.numel(), 1), 1)
     if at_once >= rows or isinstance(recipe, Literal):
         yield Piece(recipe, target)
         return

@@ -7,7 +7,7 @@ with little memory beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -110,34 +110,45 @@ def _dequantize_fp8(recipe: Transform, start: int, stop: int, shapes: RecipeShap
 
 
 def _dequantize_fp8_blocks(recipe: Transform, start: int, stop: int, shapes: RecipeShapes) -> WeightRecipe:
-    """Rows that begin inside a block are two weights: the rest of that block, and what begins with a block."""
     weight, scales = recipe.inputs
     if len(shapes.shape(weight)) > 2:
         return replace(recipe, inputs=tuple(rows_of(part, start, stop, shapes) for part in recipe.inputs))
-    bounds = [start, stop]
-    if start % FP8_BLOCK and (boundary := -(-start // FP8_BLOCK) * FP8_BLOCK) < stop:
-        bounds.insert(1, boundary)
     parts = []
-    for begin, end in pairwise(bounds):
-        block_rows = rows_of(scales, begin // FP8_BLOCK, -(-end // FP8_BLOCK), shapes)
-        parts.append(replace(recipe, inputs=(rows_of(weight, begin, end, shapes), block_rows)))
+    for begin, end in _cut(start, stop, FP8_BLOCK):
+        blocks = rows_of(scales, begin // FP8_BLOCK, -(-end // FP8_BLOCK), shapes)
+        parts.append(replace(recipe, inputs=(rows_of(weight, begin, end, shapes), blocks)))
     return _joined(parts)
 
 
 def _dequantize_nvfp4(recipe: Transform, start: int, stop: int, shapes: RecipeShapes) -> WeightRecipe:
-    packed, block_scales, global_scale = recipe.inputs
-    rows, found = shapes.shape(packed), shapes.shape(global_scale)
-    if len(found) == len(rows) - 1 and found[0] == rows[0]:
-        global_scale = rows_of(global_scale, start, stop, shapes)
-    elif math.prod(found) != 1:
-        raise _not_by_rows(recipe, f"it has global scales {list(found)} instead of one, or one a row")
-    codes, blocks = (rows_of(part, start, stop, shapes) for part in (packed, block_scales))
-    return replace(recipe, inputs=(codes, blocks, global_scale))
+    """Each of the last dim of scales belongs to an equal group of the rows of a matrix."""
+    packed, block_scales, scales = recipe.inputs
+    rows, found = shapes.shape(packed), shapes.shape(scales)
+    if len(rows) > 2:
+        has_outer = len(found) == len(rows) - 1 and found[0] == rows[0]
+        outer = rows_of(scales, start, stop, shapes) if has_outer else scales
+        return replace(recipe, inputs=(*(rows_of(part, start, stop, shapes) for part in (packed, block_scales)), outer))
+    if len(found) > 1:
+        raise _not_by_rows(recipe, f"it has scales {list(found)} for a matrix")
+    group = rows[0] // math.prod(found)
+    parts = []
+    for begin, end in _cut(start, stop, group):
+        groups = rows_of(scales, begin // group, -(-end // group), shapes) if found else scales
+        codes, blocks = (rows_of(part, begin, end, shapes) for part in (packed, block_scales))
+        parts.append(replace(recipe, inputs=(codes, blocks, groups)))
+    return _joined(parts)
+
+
+def _cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
+    """Rows that each lie within one group of ``size`` rows, or are whole groups."""
+    first, last = -(-start // size) * size, stop // size * size
+    yield from pairwise(sorted({start, stop, *(bound for bound in (first, last) if start < bound < stop)}))
 
 
 _RULES: dict[str, Callable[[Transform, int, int, RecipeShapes], WeightRecipe]] = {
     "cast": _elementwise,
     "add": _elementwise,
+    "mul": _elementwise,
     "view": _view,
     "check_block_scales": _elementwise,
     "concat": _concat,

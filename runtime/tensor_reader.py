@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -119,6 +120,7 @@ class TensorReader:
     """The tensors of one or several checkpoints, as one `TensorSource`. Close it, or use it in a ``with`` statement.
 
     Files are opened, and threads are started, when they are needed first. Names must be in one checkpoint only.
+    Several threads may read at once.
     """
 
     def __init__(self, *checkpoints: Checkpoint) -> None:
@@ -129,6 +131,8 @@ class TensorReader:
         self.checkpoints = checkpoints
         self._files: dict[tuple[int, str], _File] = {}
         self._pool: ThreadPoolExecutor | None = None
+        self._lock = Lock()
+        """Of the two above."""
 
     def describe(self, name: str) -> Described:
         checkpoint = self._owner(name)
@@ -145,9 +149,10 @@ class TensorReader:
             for task in tasks:
                 _run(task)
             return lambda: None
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tensor-reader")
-        futures = [self._pool.submit(_run, task) for task in tasks]
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tensor-reader")
+            futures = [self._pool.submit(_run, task) for task in tasks]
 
         def wait() -> None:
             for future in futures:
@@ -216,13 +221,14 @@ class TensorReader:
     def _file(self, checkpoint: Checkpoint, name: str) -> _File:
         """The file ``name`` of ``checkpoint``, opened at its first use."""
         key = (id(checkpoint), name)
-        if key not in self._files:
-            path = checkpoint.path / name
-            try:
-                self._files[key] = _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-            except OSError as error:
-                raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
-        return self._files[key]
+        with self._lock:
+            if key not in self._files:
+                path = checkpoint.path / name
+                try:
+                    self._files[key] = _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                except OSError as error:
+                    raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
+            return self._files[key]
 
 
 def _memory(tensor: Tensor) -> memoryview:
@@ -245,5 +251,6 @@ def _tasks(requests: list[_Request]) -> list[list[_Request]]:
 
 
 def _run(requests: list[_Request]) -> None:
-    for request in requests:
-        request.read()
+    """Read each and let go of its memory, so that it is free when its owner is told of the end and drops it."""
+    while requests:
+        requests.pop(0).read()

@@ -39,7 +39,7 @@ def _dequantize_nvfp4(inputs: list[Tensor]) -> Tensor:
 
 def _check_block_scales(inputs: list[Tensor]) -> Tensor:
     (scales,) = inputs
-    if not scales.is_meta and scales.numel() and int(scales.view(torch.uint8).amax()) > _LAST_SCALE_BYTE:
+    if scales.numel() and int(scales.view(torch.uint8).amax()) > _LAST_SCALE_BYTE:
         raise ValueError("a block scale is NaN or negative; the checkpoint is damaged, download it again")
     return scales
 
@@ -95,7 +95,7 @@ def map_sources(recipe: WeightRecipe, resolve: Callable[[str], WeightRecipe]) ->
 
 
 def apply_transform(recipe: Transform, inputs: list[Tensor]) -> Tensor:
-    """The op of ``recipe`` on its evaluated inputs; meta tensors give the shape and dtype of the result."""
+    """The op of ``recipe`` on its evaluated inputs. `CheckpointError` with their names for values that are damaged."""
     if recipe.op not in TRANSFORMS:
         raise CheckpointError(f"weight recipe uses the unknown transform {recipe.op!r}; known: {sorted(TRANSFORMS)}")
     try:

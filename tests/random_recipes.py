@@ -116,17 +116,19 @@ class RandomRecipes:
 
     def _nvfp4(self, rows: int, columns: int, at: int, depth: int) -> WeightRecipe:
         packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
-        scales = (torch.rand(rows, columns // 16) * 4).to(torch.float8_e4m3fn)
-        one_a_row = rows > 1 and self.draw(st.booleans())
-        scale = self._rows(torch.rand(rows), at) if one_a_row else self._scalar(0.01)
-        return transform("dequantize_nvfp4", self._rows(packed, at), self._rows(scales, at), scale)
+        blocks = self._rows((torch.rand(rows, columns // 16) * 4).to(torch.float8_e4m3fn), at)
+        group = self.draw(st.sampled_from([size for size in range(1, rows + 1) if rows % size == 0]))
+        scale = self._scalar(0.01) if group == rows else self._rows(torch.rand(rows // group), at, block=group)
+        checked = transform("check_block_scales", blocks)
+        return transform("dequantize_nvfp4", self._rows(packed, at), checked, scale)
 
     def _cast(self, rows: int, columns: int, at: int, depth: int) -> WeightRecipe:
         dtype = self.draw(st.sampled_from(list(_DTYPES)))
         return transform("cast", self.matrix(rows, columns, at, depth - 1), dtype=dtype)
 
     def _add(self, rows: int, columns: int, at: int, depth: int) -> WeightRecipe:
-        return transform("add", self.matrix(rows, columns, at, depth - 1), value=1.0)
+        op = self.draw(st.sampled_from(["add", "mul"]))
+        return transform(op, self.matrix(rows, columns, at, depth - 1), value=1.5)
 
     def _concat_rows(self, rows: int, columns: int, at: int, depth: int) -> WeightRecipe:
         cuts = self.draw(st.lists(st.integers(0, rows), max_size=3))

@@ -16,6 +16,7 @@ from qwen4exp_trt.plugins.sample_batches import sample_batch
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import format_program
 from qwen4exp_trt.runtime.specs import NUM_SLOTS, Dim, StateKind, StateSpec, TensorSpec, extent_of
+from qwen4exp_trt.runtime.tensor_source import TensorFunction
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 BATCH = tuple(
@@ -79,13 +80,13 @@ def _random_values(spec: TensorSpec, shape: list[int], generator: torch.Generato
     return torch.randint(4, shape, generator=generator, dtype=dtype)
 
 
-def verifier_for(program: Program) -> Verifier:
-    return Verifier([sample_steps(program)], random_source(program.weights))
+def verifier_for(program: Program, source: TensorFunction | None = None) -> Verifier:
+    return Verifier([sample_steps(program)], source or random_source(program.weights))
 
 
-def run_pass(graph_pass: Pass, program: Program) -> tuple[Program, PassResult]:
-    """Run one pass under the manager, executed before and after."""
-    after, results = PassManager([graph_pass], verifier_for(program)).run(program)
+def run_pass(graph_pass: Pass, program: Program, source: TensorFunction | None = None) -> tuple[Program, PassResult]:
+    """Run one pass under the manager, executed before and after; with random weights unless ``source`` has them."""
+    after, results = PassManager([graph_pass], verifier_for(program, source)).run(program)
     return after, results[0]
 
 
@@ -94,9 +95,11 @@ def body_of(program: Program) -> str:
     return format_program(program).split("):\n", 1)[1]
 
 
-def assert_rewritten(graph_pass: Pass, program: Program, expected: str, rewrites: int = 1) -> Program:
+def assert_rewritten(
+    graph_pass: Pass, program: Program, expected: str, rewrites: int = 1, source: TensorFunction | None = None
+) -> Program:
     """The pass does ``rewrites`` rewrites and leaves the text ``expected``, and nothing when it runs again."""
-    after, result = run_pass(graph_pass, program)
+    after, result = run_pass(graph_pass, program, source)
     assert body_of(after) == expected.lstrip("\n")
     assert result.rewrites == rewrites
     again, (second,) = PassManager([graph_pass]).run(after)
@@ -104,9 +107,9 @@ def assert_rewritten(graph_pass: Pass, program: Program, expected: str, rewrites
     return after
 
 
-def assert_untouched(graph_pass: Pass, program: Program) -> None:
+def assert_untouched(graph_pass: Pass, program: Program, source: TensorFunction | None = None) -> None:
     """The pass finds nothing to do."""
-    after, result = run_pass(graph_pass, program)
+    after, result = run_pass(graph_pass, program, source)
     assert result.rewrites == 0
     assert format_program(after) == format_program(program)
     assert after.tables == program.tables

@@ -104,9 +104,9 @@ def test_released_indexes_are_resolved_fast(
     config = released_config()
     checkpoint = Headers(tmp_path, released_headers(config, experts, fp8_headers))
     assert len(checkpoint.headers) + 3 == count
-    begin = time.perf_counter()
+    begin = time.process_time()
     resolved = resolve_weights(config, checkpoint)
-    assert time.perf_counter() - begin < 30
+    assert time.process_time() - begin < 30
     num_experts = 48 * 512 * 3
     sources = sources_of(resolved.weights["layers.47.mlp.experts.gate_up_proj"].value)
     assert len(sources) == 512 * 2 * (1 + num_scales)

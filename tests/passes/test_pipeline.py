@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
+import re
 import time
 from collections import Counter
 from functools import cache
@@ -13,12 +14,14 @@ from typing import Any
 
 import pytest
 from model_zoo import tiny_config_dict
+from quantized_parts import quantized_source
 from released_model import ReleasedExport
 from torch import Tensor, fx
 
 from qwen4exp_trt import passes
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
+from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.facts import find_violation
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
@@ -27,6 +30,7 @@ from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, is_getitem
 from qwen4exp_trt.runtime.program_text import op_name
 from qwen4exp_trt.runtime.specs import extent_of
+from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 BLOCK_SIZE = 16
 NO_INDEXER: dict[str, Any] = dict.fromkeys(
@@ -73,6 +77,58 @@ def test_every_pass_keeps_the_function_of_a_tiny_model(name: str) -> None:
     combines = 2 * config.num_hidden_layers - sum(layer > 0 for layer in config.ple_layers)
     assert ops_of(after)["q4e.hc_combine_norm"] == combines
     assert ops_of(after)["q4e.hc_project"] == 2 * config.num_hidden_layers
+
+
+QUANTIZED = (r"\.(in_proj_qkv|in_proj_z|out_proj)\.", r"\.self_attn\.[qkvo]_proj\.", r"\.ple\..*_proj\.", r"^lm_head\.")
+EXPERTS, SHARED_EXPERT, TABLE = r"\.experts\.", r"\.shared_expert\.", r"\.ngram_embedding\."
+
+
+def formats_by(patterns: dict[str, WeightFormat]) -> dict[str, WeightFormat]:
+    names = expected_weights(tiny_config("all mechanisms"))
+    return {name: form for pattern, form in patterns.items() for name in names if re.search(pattern, name)}
+
+
+ALL_NVFP4 = dict.fromkeys((*QUANTIZED, EXPERTS, SHARED_EXPERT, TABLE), WeightFormat.NVFP4)
+ALL_FP8 = dict.fromkeys(QUANTIZED, WeightFormat.FP8) | {EXPERTS: WeightFormat.FP8_BLOCKS, TABLE: WeightFormat.FP8}
+MIXED = {
+    r"\.in_proj_qkv\.": WeightFormat.FP8_BLOCKS,
+    r"\.in_proj_z\.": WeightFormat.NVFP4,
+    EXPERTS: WeightFormat.NVFP4,
+    r"\.q_proj\.": WeightFormat.NVFP4,
+    r"\.k_proj\.": WeightFormat.FP8,
+    TABLE: WeightFormat.NVFP4,
+}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "ops"),
+    [
+        pytest.param(
+            ALL_NVFP4,
+            # qkvz and out of three layers, qkv and o of one, key and value of the n-gram embedding, the head.
+            {"q4e.nvfp4_linear": 6 + 2 + 2 + 1, "q4e.nvfp4_moe": 4, "q4e.nvfp4_ple_gather": 1},
+            id="nvfp4",
+        ),
+        # q, k and v stay apart, since their rows share blocks; so do qkv and z.
+        pytest.param(
+            ALL_FP8, {"q4e.fp8_linear": 9 + 4 + 2 + 1, "q4e.fp8_routed_moe": 4, "q4e.fp8_ple_gather": 1}, id="fp8"
+        ),
+        pytest.param(
+            MIXED,
+            {"q4e.fp8_linear": 3 + 1, "q4e.nvfp4_linear": 3 + 1, "q4e.nvfp4_routed_moe": 4, "q4e.nvfp4_ple_gather": 1},
+            id="mixed",
+        ),
+    ],
+)
+def test_every_pass_keeps_the_function_of_a_quantized_model(
+    patterns: dict[str, WeightFormat], ops: dict[str, int]
+) -> None:
+    """The program before has the weights that the parts mean."""
+    config, program, formats = tiny_config("all mechanisms"), tiny_program("all mechanisms"), formats_by(patterns)
+    samples = verifier_for(config, program).samples
+    verifier = Verifier(samples, quantized_source(program.weights, formats))
+    after, _ = PassManager(make_pipeline(Quantization(formats)), verifier).run(program)
+    assert {op: count for op, count in ops_of(after).items() if op.startswith(("q4e.nvfp4", "q4e.fp8"))} == ops
 
 
 def test_everything_that_a_pass_ensures_holds_at_the_end() -> None:

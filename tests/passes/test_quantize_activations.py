@@ -15,8 +15,9 @@ from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.fold_weights import fold_weights
 from qwen4exp_trt.passes.quantize_activations import quantize_activations
 from qwen4exp_trt.passes.verification import Verifier, random_source, relative_error
+from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.weights import materialize_weight, transform
+from qwen4exp_trt.runtime.weights import transform
 
 X = floats(x=("T", 32))
 SCALE = torch.tensor(4 / (6 * 448)).item()

@@ -187,7 +187,7 @@ def test_the_search_has_the_bits_of_ieee_arithmetic() -> None:
     assert scales.flatten().view(torch.uint8).tolist() == np.choose(best, candidates).tolist()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_quantize_gives_the_same_on_a_gpu() -> None:
     weight = torch.randn(300_000, 16, generator=torch.Generator().manual_seed(7))
     for on_cpu, on_gpu in zip(quantize_nvfp4(weight), quantize_nvfp4(weight.cuda()), strict=True):

@@ -186,6 +186,32 @@ def test_identity_accepts_more_files_but_no_other_sizes(tmp_path: Path) -> None:
     assert f"x.safetensors is missing, y.safetensors has {sizes};" in refused_identity(checkpoint, old)
 
 
+def test_named_files_alone_are_opened(tmp_path: Path) -> None:
+    """Beside them may lie others: half-written ones, and those of other conversions with the same tensors."""
+    write_shards(tmp_path, {"x.safetensors": "a", "y.safetensors": "b", "again.safetensors": "ab"})
+    (tmp_path / "half.safetensors").write_bytes(b"half")
+    opened = Checkpoint.open_files(tmp_path, ["y.safetensors", "x.safetensors"])
+    assert (opened.files, opened.names) == (("x.safetensors", "y.safetensors"), ["a", "b"])
+    identity = opened.identity()
+    assert identity.keys() == {"x.safetensors", "y.safetensors"}
+    flip_byte(tmp_path / "y.safetensors", -1)
+    assert "y.safetensors has the same size but other content" in refused_identity(opened, identity)
+
+
+def test_named_files_that_cannot_be_opened(tmp_path: Path) -> None:
+    write_shards(tmp_path, {"x.safetensors": "a", "y.safetensors": "ab"})
+    (tmp_path / "half.safetensors").write_bytes(b"half")
+    for files, message in (
+        (["x.safetensors", "gone.safetensors", "z.safetensors"], "gone.safetensors, z.safetensors missing of 3 files"),
+        (["x.safetensors", "half.safetensors"], "half.safetensors: truncated or damaged: 4 bytes"),
+        (["x.safetensors", "y.safetensors"], "tensor a is in both x.safetensors and y.safetensors"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            Checkpoint.open_files(tmp_path, files)
+    with pytest.raises(CheckpointError, match="absent: no such folder"):
+        Checkpoint.open_files(tmp_path / "absent", ["x.safetensors"])
+
+
 def refused_identity(checkpoint: Checkpoint, expected: dict[str, FileIdentity]) -> str:
     with pytest.raises(CheckpointError) as caught:
         checkpoint.verify_identity(expected)

@@ -49,6 +49,33 @@ def test_bad_number_of_pages(tiny_bundle: Path, num_blocks: Any) -> None:
         LLM(tiny_bundle, num_blocks=num_blocks)
 
 
+def test_loading_reports_the_bytes_of_the_weights(tiny_bundle: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    llm = LLM(tiny_bundle, progress=lambda *numbers: seen.append(numbers))
+    backend = llm.core.backend
+    assert isinstance(backend, EagerBackend)
+    total = sum(weight.nbytes for weight in backend.weights.values())
+    assert {numbers[1] for numbers in seen} == {total}
+    assert seen == sorted(seen) and seen[-1] == (total, total)
+
+
+def test_weights_are_no_pages_of_mapped_files(tiny_bundle: Path) -> None:
+    """Those would be page cache, which takes a GPU's memory where that is the CPU's, too."""
+    backend = LLM(tiny_bundle).core.backend
+    assert isinstance(backend, EagerBackend)
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if ".safetensors" in line]
+    ranges = [tuple(int(bound, 16) for bound in line[0].split("-")) for line in mapped]
+    for name, weight in backend.weights.items():
+        assert not any(begin <= weight.data_ptr() < end for begin, end in ranges), name
+
+
+def test_states_are_allocated_before_weights_are_read(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lack of memory for them must not show after minutes of reading."""
+    monkeypatch.setattr("qwen4exp_trt.runtime.backend.load_weights", None)
+    with pytest.raises(BundleError, match=r"GiB for the states of .* load the bundle with a smaller num_blocks"):
+        LLM(tiny_bundle, num_blocks=2**50)
+
+
 @pytest.mark.parametrize("name", ["bundle", "checkpoint"])
 @pytest.mark.parametrize("value", [5, b"bundle", ["bundle"]])
 def test_a_path_that_is_none(tiny_bundle: Path, name: str, value: Any) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError, CheckpointError
 from qwen4exp_trt.plugins import number_formats
 from qwen4exp_trt.runtime import materialize as materialize_module
+from qwen4exp_trt.runtime import piece_batch as batch_module
 from qwen4exp_trt.runtime import recipe_pieces as pieces_module
 from qwen4exp_trt.runtime import tensor_reader as reader_module
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
@@ -106,7 +107,7 @@ def test_a_weight_that_is_not_as_expected_is_named(spec: WeightSpec, message: st
 
 
 def test_an_unknown_transform_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"the unknown transform 'quantize'; known: \['add', 'cast', 'concat'"):
+    with pytest.raises(CheckpointError, match=r"the unknown transform 'quantize'; known: \['add', 'cast', 'check"):
         materialize(Transform("quantize", (Source("a"),)), SOURCE)
 
 
@@ -122,13 +123,18 @@ QUANTIZED = {
     "block_scales": (torch.rand(300, 12) * 4).to(torch.float8_e4m3fn),
     "global_scale": torch.tensor(0.01),
 }
-NVFP4 = transform("dequantize_nvfp4", *map(Source, ("packed", "block_scales", "global_scale")))
+NVFP4 = transform(
+    "dequantize_nvfp4",
+    Source("packed"),
+    transform("check_block_scales", Source("block_scales")),
+    Source("global_scale"),
+)
 FP8_BLOCKS = transform("dequantize_fp8_blocks", Source("fp8"), Source("grid"))
 
 
 @pytest.mark.parametrize("num_elements", [128 * 96, 128 * 200, 1 << 21])
 def test_weights_are_dequantized_in_groups_of_rows(monkeypatch: pytest.MonkeyPatch, num_elements: int) -> None:
-    monkeypatch.setattr(pieces_module, "_PIECE_ELEMENTS", num_elements)
+    monkeypatch.setattr(pieces_module, "_PIECE_ELEMENTS", {"cpu": num_elements})
     fp8 = QUANTIZED["fp8"].float()
     grid = QUANTIZED["grid"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:300, :200]
     assert torch.equal(materialize(FP8_BLOCKS, QUANTIZED.__getitem__), fp8 * grid)
@@ -149,10 +155,10 @@ def test_dequantized_parts_are_joined_in_the_precision_of_the_result() -> None:
 @pytest.mark.parametrize("byte", [0x7F, 0x80, 0xFF])
 @pytest.mark.parametrize("row", [0, 299])
 def test_block_scales_that_are_nan_or_negative(monkeypatch: pytest.MonkeyPatch, byte: int, row: int) -> None:
-    monkeypatch.setattr(pieces_module, "_PIECE_ELEMENTS", 128 * 192)
+    monkeypatch.setattr(pieces_module, "_PIECE_ELEMENTS", {"cpu": 128 * 192})
     damaged = QUANTIZED["block_scales"].clone()
     damaged.view(torch.uint8)[row, 3] = byte
-    with pytest.raises(CheckpointError, match="packed, block_scales, global_scale: a block scale is NaN or negative"):
+    with pytest.raises(CheckpointError, match="block_scales: a block scale is NaN or negative"):
         materialize(NVFP4, (QUANTIZED | {"block_scales": damaged}).__getitem__)
 
 
@@ -167,9 +173,9 @@ def test_quantized_tensors_of_other_shapes_are_named() -> None:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every path of large weights, with small ones."""
-    monkeypatch.setattr(pieces_module, "_PIECE_ELEMENTS", 500)
-    monkeypatch.setattr(materialize_module, "_BATCH_BYTES", 2000)
-    monkeypatch.setattr(materialize_module, "_BATCH_PIECES", 3)
+    monkeypatch.setattr(pieces_module, "_PIECE_ELEMENTS", {"cpu": 500})
+    monkeypatch.setattr(batch_module, "_BATCH_BYTES", 2000)
+    monkeypatch.setattr(batch_module, "_BATCH_PIECES", 3)
     monkeypatch.setattr(materialize_module, "_WINDOW_BYTES", 5000)
     monkeypatch.setattr(reader_module, "_INLINE_BYTES", 0)
     monkeypatch.setattr(reader_module, "_REQUEST_BYTES", 700)

@@ -1,0 +1,151 @@
+import torch
+
+
+def forward(
+    input_ids,
+    positions,
+    query_start_loc,
+    seq_lens,
+    slot_ids,
+    block_table,
+    num_seqs,
+    logits_indices,
+    layers__0__ple__ngram_ids,
+    layers__0__ple__ple_conv_state,
+    layers__0__linear_attn__conv_state,
+    layers__0__linear_attn__recurrent_state,
+    embed_tokens__weight,
+    layers__0__attn_hyper_connection__hc_norm__weight,
+    layers__0__attn_hyper_connection__input_mix_weight_down__weight,
+    layers__0__attn_hyper_connection__input_mix_weight_up__weight,
+    layers__0__attn_hyper_connection__block_inject_weight__weight,
+    layers__0__mlp_hyper_connection__hc_norm__weight,
+    layers__0__mlp_hyper_connection__input_mix_weight_down__weight,
+    layers__0__mlp_hyper_connection__input_mix_weight_up__weight,
+    layers__0__mlp_hyper_connection__block_inject_weight__weight,
+    layers__0__linear_attn__A_log,
+    layers__0__linear_attn__dt_bias,
+    layers__0__linear_attn__in_proj_qkv__weight,
+    layers__0__linear_attn__in_proj_z__weight,
+    layers__0__linear_attn__in_proj_b__weight,
+    layers__0__linear_attn__in_proj_a__weight,
+    layers__0__linear_attn__conv1d__weight,
+    layers__0__linear_attn__norm__weight,
+    layers__0__linear_attn__out_proj__weight,
+    layers__0__ple__ple_embedding__ngram_embedding__weight,
+    layers__0__ple__key_proj__weight,
+    layers__0__ple__value_proj__weight,
+    layers__0__ple__norm_key__weight,
+    layers__0__ple__norm_query__weight,
+    layers__0__ple__norm_conv__weight,
+    layers__0__ple__conv1d__weight,
+    layers__0__mlp__gate__weight,
+    layers__0__mlp__experts__gate_up_proj,
+    layers__0__mlp__experts__down_proj,
+    layers__0__mlp__shared_expert__gate_proj__weight,
+    layers__0__mlp__shared_expert__up_proj__weight,
+    layers__0__mlp__shared_expert__down_proj__weight,
+    layers__0__mlp__shared_expert_gate__weight,
+    hyper_connection_mixer__hc_norm__weight,
+    hyper_connection_mixer__input_mix_weight_down__weight,
+    hyper_connection_mixer__input_mix_weight_up__weight,
+    lm_head__weight,
+    inv_freq,
+    no_selection,
+    layers__0__ple__ple_embedding__layer_multipliers,
+    layers__0__ple__ple_embedding__ngram_heads_vocab_sizes,
+    layers__0__ple__ple_embedding__ngram_heads_offsets,
+    layers__0__ple__ple_embedding__ngram_embedding__codes,
+    layers__0__ple__ple_embedding__ngram_embedding__block_scales,
+    layers__0__ple__ple_embedding__ngram_embedding__scales,
+    layers__0__linear_attn__in_proj_qkv__scales,
+    layers__0__linear_attn__in_proj_qkv__codes,
+    layers__0__linear_attn__in_proj_qkv__block_scales,
+    layers__0__linear_attn__in_proj_z__scales,
+    layers__0__linear_attn__in_proj_z__codes,
+    layers__0__linear_attn__in_proj_z__block_scales,
+    layers__0__linear_attn__out_proj__scales,
+    layers__0__linear_attn__out_proj__codes,
+    layers__0__linear_attn__out_proj__block_scales,
+    layers__0__mlp__experts__gate_up_proj__codes,
+    layers__0__mlp__experts__gate_up_proj__block_scales,
+    layers__0__mlp__experts__gate_up_proj__scales,
+    layers__0__mlp__experts__down_proj__codes,
+    layers__0__mlp__experts__down_proj__block_scales,
+    layers__0__mlp__experts__down_proj__scales,
+    layers__0__mlp__shared_expert__gate_proj__codes,
+    layers__0__mlp__shared_expert__up_proj__codes,
+    layers__0__mlp__shared_expert__gate_proj__block_scales,
+    layers__0__mlp__shared_expert__up_proj__block_scales,
+    layers__0__mlp__shared_expert__gate_proj__scales,
+    layers__0__mlp__shared_expert__up_proj__scales,
+    layers__0__mlp__shared_expert__down_proj__codes,
+    layers__0__mlp__shared_expert__down_proj__block_scales,
+    layers__0__mlp__shared_expert__down_proj__scales,
+    lm_head__scales,
+    lm_head__codes,
+    lm_head__block_scales,
+):
+    embed_tokens__embedding = torch.ops.aten.embedding.default(embed_tokens__weight, input_ids)  # bfloat16[T, 32]
+    cat = torch.ops.aten.cat.default([embed_tokens__embedding, embed_tokens__embedding, embed_tokens__embedding, embed_tokens__embedding], -1)  # bfloat16[T, 128]
+    layers__0__ple__ple_embedding__ple_hash = torch.ops.q4e.ple_hash.default(input_ids, layers__0__ple__ngram_ids, layers__0__ple__ple_embedding__layer_multipliers, layers__0__ple__ple_embedding__ngram_heads_vocab_sizes, layers__0__ple__ple_embedding__ngram_heads_offsets, query_start_loc, seq_lens, slot_ids, num_seqs, 3)  # int64[T, 4]
+    layers__0__ple__ple_embedding__nvfp4_ple_gather = torch.ops.q4e.nvfp4_ple_gather.default(layers__0__ple__ple_embedding__ple_hash, layers__0__ple__ple_embedding__ngram_embedding__codes, layers__0__ple__ple_embedding__ngram_embedding__block_scales, layers__0__ple__ple_embedding__ngram_embedding__scales, 'bfloat16')  # bfloat16[T, 64]
+    layers__0__ple__key_proj__linear = torch.ops.aten.linear.default(layers__0__ple__ple_embedding__nvfp4_ple_gather, layers__0__ple__key_proj__weight)  # bfloat16[T, 128]
+    layers__0__ple__value_proj__linear = torch.ops.aten.linear.default(layers__0__ple__ple_embedding__nvfp4_ple_gather, layers__0__ple__value_proj__weight)  # bfloat16[T, 32]
+    layers__0__ple__norm_key__to = torch.ops.aten.to.dtype(layers__0__ple__norm_key__weight, torch.float32)  # float32[128]
+    layers__0__ple__norm_key__add = torch.ops.aten.add.Tensor(layers__0__ple__norm_key__to, 1.0)  # float32[128]
+    layers__0__ple__norm_query__to = torch.ops.aten.to.dtype(layers__0__ple__norm_query__weight, torch.float32)  # float32[128]
+    layers__0__ple__norm_query__add = torch.ops.aten.add.Tensor(layers__0__ple__norm_query__to, 1.0)  # float32[128]
+    layers__0__ple__norm_conv__to = torch.ops.aten.to.dtype(layers__0__ple__norm_conv__weight, torch.float32)  # float32[128]
+    layers__0__ple__norm_conv__add = torch.ops.aten.add.Tensor(layers__0__ple__norm_conv__to, 1.0)  # float32[128]
+    layers__0__ple__conv1d__view = torch.ops.aten.view.default(layers__0__ple__conv1d__weight, [128, 4])  # bfloat16[128, 4]
+    layers__0__ple__ple_conv = torch.ops.q4e.ple_conv.default(cat, layers__0__ple__key_proj__linear, layers__0__ple__value_proj__linear, layers__0__ple__norm_key__add, layers__0__ple__norm_query__add, layers__0__ple__norm_conv__add, layers__0__ple__conv1d__view, layers__0__ple__ple_conv_state, query_start_loc, seq_lens, slot_ids, num_seqs, 3, 1e-06)  # bfloat16[T, 128]
+    layers__0__attn_hyper_connection__hc_norm__to = torch.ops.aten.to.dtype(layers__0__attn_hyper_connection__hc_norm__weight, torch.float32)  # float32[128]
+    layers__0__attn_hyper_connection__hc_norm__add = torch.ops.aten.add.Tensor(layers__0__attn_hyper_connection__hc_norm__to, 1.0)  # float32[128]
+    layers__0__attn_hyper_connection__hc_norm = torch.ops.q4e.hc_norm.default(layers__0__ple__ple_conv, layers__0__attn_hyper_connection__hc_norm__add, 4, 1e-06)  # bfloat16[T, 128]
+    layers__0__attn_hyper_connection__hc_project__cat = torch.ops.aten.cat.default([layers__0__attn_hyper_connection__input_mix_weight_down__weight, layers__0__attn_hyper_connection__block_inject_weight__weight])  # bfloat16[20, 128]
+    layers__0__attn_hyper_connection__hc_project = torch.ops.q4e.hc_project.default(layers__0__attn_hyper_connection__hc_norm, layers__0__attn_hyper_connection__hc_project__cat, 4)  # bfloat16[T, 16], bfloat16[T, 4]
+    layers__0__attn_hyper_connection__hc_project__lowrank = layers__0__attn_hyper_connection__hc_project[0]  # bfloat16[T, 16]
+    layers__0__attn_hyper_connection__hc_project__inject = layers__0__attn_hyper_connection__hc_project[1]  # bfloat16[T, 4]
+    layers__0__attn_hyper_connection__input_mix_weight_up__linear = torch.ops.aten.linear.default(layers__0__attn_hyper_connection__hc_project__lowrank, layers__0__attn_hyper_connection__input_mix_weight_up__weight)  # bfloat16[T, 128]
+    layers__0__attn_hyper_connection__hc_mix = torch.ops.q4e.hc_mix.default(layers__0__attn_hyper_connection__input_mix_weight_up__linear, layers__0__attn_hyper_connection__hc_norm, 4)  # bfloat16[T, 32]
+    layers__0__linear_attn__in_proj_qkv__nvfp4_linear = torch.ops.q4e.nvfp4_linear.default(layers__0__attn_hyper_connection__hc_mix, layers__0__linear_attn__in_proj_qkv__codes, layers__0__linear_attn__in_proj_qkv__block_scales, layers__0__linear_attn__in_proj_qkv__scales)  # bfloat16[T, 192]
+    layers__0__linear_attn__in_proj_z__nvfp4_linear = torch.ops.q4e.nvfp4_linear.default(layers__0__attn_hyper_connection__hc_mix, layers__0__linear_attn__in_proj_z__codes, layers__0__linear_attn__in_proj_z__block_scales, layers__0__linear_attn__in_proj_z__scales)  # bfloat16[T, 128]
+    layers__0__linear_attn__cat = torch.ops.aten.cat.default([layers__0__linear_attn__in_proj_qkv__nvfp4_linear, layers__0__linear_attn__in_proj_z__nvfp4_linear], -1)  # bfloat16[T, 320]
+    layers__0__linear_attn__in_proj_b__linear = torch.ops.aten.linear.default(layers__0__attn_hyper_connection__hc_mix, layers__0__linear_attn__in_proj_b__weight)  # bfloat16[T, 4]
+    layers__0__linear_attn__in_proj_a__linear = torch.ops.aten.linear.default(layers__0__attn_hyper_connection__hc_mix, layers__0__linear_attn__in_proj_a__weight)  # bfloat16[T, 4]
+    layers__0__linear_attn__cat_1 = torch.ops.aten.cat.default([layers__0__linear_attn__in_proj_b__linear, layers__0__linear_attn__in_proj_a__linear], -1)  # bfloat16[T, 8]
+    layers__0__linear_attn__conv1d__view = torch.ops.aten.view.default(layers__0__linear_attn__conv1d__weight, [192, 4])  # bfloat16[192, 4]
+    layers__0__linear_attn__causal_conv1d = torch.ops.q4e.causal_conv1d.default(layers__0__linear_attn__cat, layers__0__linear_attn__conv1d__view, layers__0__linear_attn__conv_state, query_start_loc, seq_lens, slot_ids, num_seqs)  # bfloat16[T, 192]
+    layers__0__linear_attn__gated_delta_rule = torch.ops.q4e.gated_delta_rule.default(layers__0__linear_attn__causal_conv1d, layers__0__linear_attn__cat, layers__0__linear_attn__cat_1, layers__0__linear_attn__A_log, layers__0__linear_attn__dt_bias, layers__0__linear_attn__norm__weight, layers__0__linear_attn__recurrent_state, query_start_loc, seq_lens, slot_ids, num_seqs, 2, 1e-06, 'sigmoid')  # bfloat16[T, 128]
+    layers__0__linear_attn__out_proj__nvfp4_linear = torch.ops.q4e.nvfp4_linear.default(layers__0__linear_attn__gated_delta_rule, layers__0__linear_attn__out_proj__codes, layers__0__linear_attn__out_proj__block_scales, layers__0__linear_attn__out_proj__scales)  # bfloat16[T, 32]
+    layers__0__mlp_hyper_connection__hc_norm__to = torch.ops.aten.to.dtype(layers__0__mlp_hyper_connection__hc_norm__weight, torch.float32)  # float32[128]
+    layers__0__mlp_hyper_connection__hc_norm__add = torch.ops.aten.add.Tensor(layers__0__mlp_hyper_connection__hc_norm__to, 1.0)  # float32[128]
+    layers__0__mlp_hyper_connection__hc_combine_norm = torch.ops.q4e.hc_combine_norm.default(layers__0__ple__ple_conv, layers__0__linear_attn__out_proj__nvfp4_linear, layers__0__attn_hyper_connection__hc_project__inject, layers__0__mlp_hyper_connection__hc_norm__add, 1e-06)  # bfloat16[T, 128], bfloat16[T, 128]
+    layers__0__mlp_hyper_connection__hc_combine_norm__combined = layers__0__mlp_hyper_connection__hc_combine_norm[0]  # bfloat16[T, 128]
+    layers__0__mlp_hyper_connection__hc_combine_norm__normed = layers__0__mlp_hyper_connection__hc_combine_norm[1]  # bfloat16[T, 128]
+    layers__0__mlp_hyper_connection__hc_project__cat = torch.ops.aten.cat.default([layers__0__mlp_hyper_connection__input_mix_weight_down__weight, layers__0__mlp_hyper_connection__block_inject_weight__weight])  # bfloat16[20, 128]
+    layers__0__mlp_hyper_connection__hc_project = torch.ops.q4e.hc_project.default(layers__0__mlp_hyper_connection__hc_combine_norm__normed, layers__0__mlp_hyper_connection__hc_project__cat, 4)  # bfloat16[T, 16], bfloat16[T, 4]
+    layers__0__mlp_hyper_connection__hc_project__lowrank = layers__0__mlp_hyper_connection__hc_project[0]  # bfloat16[T, 16]
+    layers__0__mlp_hyper_connection__hc_project__inject = layers__0__mlp_hyper_connection__hc_project[1]  # bfloat16[T, 4]
+    layers__0__mlp_hyper_connection__input_mix_weight_up__linear = torch.ops.aten.linear.default(layers__0__mlp_hyper_connection__hc_project__lowrank, layers__0__mlp_hyper_connection__input_mix_weight_up__weight)  # bfloat16[T, 128]
+    layers__0__mlp_hyper_connection__hc_mix = torch.ops.q4e.hc_mix.default(layers__0__mlp_hyper_connection__input_mix_weight_up__linear, layers__0__mlp_hyper_connection__hc_combine_norm__normed, 4)  # bfloat16[T, 32]
+    layers__0__mlp__shared_expert__gate_up_proj__codes = torch.ops.aten.cat.default([layers__0__mlp__shared_expert__gate_proj__codes, layers__0__mlp__shared_expert__up_proj__codes])  # float4_e2m1fn_x2[96, 16]
+    layers__0__mlp__shared_expert__gate_up_proj__block_scales = torch.ops.aten.cat.default([layers__0__mlp__shared_expert__gate_proj__block_scales, layers__0__mlp__shared_expert__up_proj__block_scales])  # float8_e4m3fn[96, 2]
+    layers__0__mlp__shared_expert__gate_up_proj__scales = torch.ops.aten.cat.default([layers__0__mlp__shared_expert__gate_proj__scales, layers__0__mlp__shared_expert__up_proj__scales])  # float32[2]
+    layers__0__mlp__nvfp4_moe = torch.ops.q4e.nvfp4_moe.default(layers__0__mlp_hyper_connection__hc_mix, layers__0__mlp__gate__weight, layers__0__mlp__experts__gate_up_proj__codes, layers__0__mlp__experts__gate_up_proj__block_scales, layers__0__mlp__experts__gate_up_proj__scales, layers__0__mlp__experts__down_proj__codes, layers__0__mlp__experts__down_proj__block_scales, layers__0__mlp__experts__down_proj__scales, layers__0__mlp__shared_expert__gate_up_proj__codes, layers__0__mlp__shared_expert__gate_up_proj__block_scales, layers__0__mlp__shared_expert__gate_up_proj__scales, layers__0__mlp__shared_expert__down_proj__codes, layers__0__mlp__shared_expert__down_proj__block_scales, layers__0__mlp__shared_expert__down_proj__scales, layers__0__mlp__shared_expert_gate__weight, query_start_loc, num_seqs, 3, 1)  # bfloat16[T, 32]
+    index_select = torch.ops.aten.index_select.default(layers__0__mlp_hyper_connection__hc_combine_norm__combined, 0, logits_indices)  # bfloat16[L, 128]
+    index_select_1 = torch.ops.aten.index_select.default(layers__0__mlp__nvfp4_moe, 0, logits_indices)  # bfloat16[L, 32]
+    index_select_2 = torch.ops.aten.index_select.default(layers__0__mlp_hyper_connection__hc_project__inject, 0, logits_indices)  # bfloat16[L, 4]
+    hyper_connection_mixer__hc_norm__to = torch.ops.aten.to.dtype(hyper_connection_mixer__hc_norm__weight, torch.float32)  # float32[128]
+    hyper_connection_mixer__hc_norm__add = torch.ops.aten.add.Tensor(hyper_connection_mixer__hc_norm__to, 1.0)  # float32[128]
+    hyper_connection_mixer__hc_combine_norm = torch.ops.q4e.hc_combine_norm.default(index_select, index_select_1, index_select_2, hyper_connection_mixer__hc_norm__add, 1e-06)  # bfloat16[L, 128], bfloat16[L, 128]
+    hyper_connection_mixer__hc_combine_norm__combined = hyper_connection_mixer__hc_combine_norm[0]  # bfloat16[L, 128]
+    hyper_connection_mixer__hc_combine_norm__normed = hyper_connection_mixer__hc_combine_norm[1]  # bfloat16[L, 128]
+    hyper_connection_mixer__input_mix_weight_down__linear = torch.ops.aten.linear.default(hyper_connection_mixer__hc_combine_norm__normed, hyper_connection_mixer__input_mix_weight_down__weight)  # bfloat16[L, 16]
+    hyper_connection_mixer__div = torch.ops.aten.div.Tensor(hyper_connection_mixer__input_mix_weight_down__linear, 4)  # bfloat16[L, 16]
+    hyper_connection_mixer__silu = torch.ops.aten.silu.default(hyper_connection_mixer__div)  # bfloat16[L, 16]
+    hyper_connection_mixer__input_mix_weight_up__linear = torch.ops.aten.linear.default(hyper_connection_mixer__silu, hyper_connection_mixer__input_mix_weight_up__weight)  # bfloat16[L, 128]
+    hyper_connection_mixer__hc_mix = torch.ops.q4e.hc_mix.default(hyper_connection_mixer__input_mix_weight_up__linear, hyper_connection_mixer__hc_combine_norm__normed, 4)  # bfloat16[L, 32]
+    lm_head__nvfp4_linear = torch.ops.q4e.nvfp4_linear.default(hyper_connection_mixer__hc_mix, lm_head__codes, lm_head__block_scales, lm_head__scales)  # bfloat16[L, 96]
+    return (lm_head__nvfp4_linear,)
