@@ -145,20 +145,24 @@ class _Printer(Reporter):
 
     def __init__(self) -> None:
         self.begin = self._last = time.monotonic()
-        self._is_open = False
+        self._title: str | None = None
+        """The beginning of the line of the stage that runs."""
         self._line: ProgressLine | None = None
 
     def stage(self, name: str) -> None:
         self.finish()
-        print(f"{name:<{_NAME_WIDTH}}  ", end="", flush=True)
-        self._is_open = True
+        self._title = f"{name:<{_NAME_WIDTH}}  "
+        print(self._title, end="", flush=True)
 
     def finish(self, is_ok: bool = True) -> None:
         """End the line of the last stage."""
         now = time.monotonic()
-        if self._is_open:
-            print(f"{now - self._last:.1f} s" if is_ok else "failed", flush=True)
-        self._last, self._is_open, self._line = now, False, None
+        if self._title is not None:
+            # A terminal shows progress in the place of the title.
+            is_covered = self._line is not None and self._line.is_shown and sys.stdout.isatty()
+            title = f"\r\033[K{self._title}" if is_covered else ""
+            print(title + (f"{now - self._last:.1f} s" if is_ok else "failed"), flush=True)
+        self._last, self._title, self._line = now, None, None
 
     def show_plan(self, plan: Plan, weights: list[WeightTableRow]) -> None:
         self.finish()

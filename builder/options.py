@@ -134,6 +134,7 @@ class BuildOptions(PlanOptions):
 
     def check(self) -> None:
         super().check()
+        self._check_converted_dir()
         if self.ple_residency != PleResidency.DEVICE:
             raise BuildError(
                 f"--ple-residency {self.ple_residency} is for --plan: the runtime of this version keeps the n-gram "
@@ -148,4 +149,17 @@ class BuildOptions(PlanOptions):
             raise BuildError(
                 f"--calibration {found}; give a text for --precision {W4A4}, and only for that: its activations are "
                 "quantized with scales that are measured on the text"
+            )
+
+    def _check_converted_dir(self) -> None:
+        folder, output = self.converted_dir.resolve(), self.output.resolve()
+        if folder.is_relative_to(output):
+            raise BuildError(
+                f"{self.converted_dir}, where converted weights would be kept, is in the bundle {self.output}, which a "
+                "build replaces; choose a folder beside it with --weights-dir"
+            )
+        if folder == self.checkpoint.resolve():
+            raise BuildError(
+                f"--weights-dir is the checkpoint {self.checkpoint}, whose tensors the files would seem to be; choose "
+                "another folder"
             )
