@@ -150,7 +150,9 @@ class ConvertedFolder:
         # Of a damaged file, `Checkpoint` says more.
         with suppress(SafetensorError), safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get(_KEY) != conversion.key:
-                raise BuildError(f"{path}: does not hold the converted {conversion.weight}; remove it and build the bundle again")
+                raise BuildError(
+                    f"{path}: does not hold the converted {conversion.weight}; remove it and build the bundle again"
+                )
 
     def check_space(self, missing: Sequence[Conversion]) -> tuple[int, int]:
         """The bytes that ``missing`` will take and those that are free; `BuildError` if these are fewer."""

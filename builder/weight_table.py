@@ -61,9 +61,9 @@ def format_weight_table(rows: Sequence[WeightTableRow]) -> str:
 
 
 def _lines(rows: Sequence[WeightTableRow]) -> Iterator[str]:
-    yield f"{'weights':<{_NAME_WIDTH}}  {'count':>6}  {'elements':>10}  in the checkpoint -> in the bundle"
+    yield f"{'weights':<{_NAME_WIDTH}}  {'count':>6}  {'elements':>12}  in the checkpoint -> in the bundle"
     for row in rows:
         change = row.held if row.stored == row.held else f"{row.stored} -> {row.held}"
         remark = f" ({row.remark})" if row.remark else ""
         elements = f"{row.num_elements / 1e6:,.2f} M"
-        yield f"  {row.component:<{_NAME_WIDTH - 2}}  {row.num_weights:>6}  {elements:>10}  {change}{remark}"
+        yield f"  {row.component:<{_NAME_WIDTH - 2}}  {row.num_weights:>6}  {elements:>12}  {change}{remark}"

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from quantized_checkpoints import FP8_BLOCK, Stored, store_fp8, store_fp8_blocks, store_nvfp4
+from quantized_checkpoints import FP8_BLOCK, Stored, nvfp4_value, store_fp8, store_fp8_blocks, store_nvfp4
 from torch import Tensor
 
 from qwen4exp_trt.passes.verification import random_source
 from qwen4exp_trt.runtime.specs import WeightSpec
 from qwen4exp_trt.runtime.weight_formats import PACKED_FP4, Part, WeightFormat, part_name
 from qwen4exp_trt.runtime.weights import dtype_from_name
-
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def value_of_parts(format: WeightFormat, parts: Mapping[Part, Tensor]) -> Tensor:
@@ -25,13 +23,9 @@ def value_of_parts(format: WeightFormat, parts: Mapping[Part, Tensor]) -> Tensor
         grid = scales.reshape(*values.shape[:-2], *scales.shape[-2:])
         by_row = grid.repeat_interleave(FP8_BLOCK, -2)[..., : values.shape[-2], :]
         return (values * by_row.repeat_interleave(FP8_BLOCK, -1)[..., : values.shape[-1]]).flatten(-3, -2)
-    by_row = scales.repeat_interleave(codes.shape[-2] // scales.shape[-1], -1).unsqueeze(-1)
     if format is WeightFormat.FP8:
-        return codes.float() * by_row
-    code = codes.view(torch.uint8).long()
-    signed = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
-    elements = torch.stack([signed[code % 16], signed[code // 16]], -1).flatten(-2)
-    return elements * parts[Part.BLOCK_SCALES].float().repeat_interleave(16, -1) * by_row
+        return codes.float() * scales.repeat_interleave(len(codes) // len(scales)).unsqueeze(-1)
+    return nvfp4_value(codes.view(torch.uint8), parts[Part.BLOCK_SCALES], scales)
 
 
 _STORES: dict[WeightFormat, Callable[[Tensor], Stored]] = {
