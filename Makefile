@@ -47,6 +47,7 @@ bench: setup
 	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json
 	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json --precision nvfp4
 	$(BIN)/python benchmarks/evaluate_demo.py
+	$(BIN)/python benchmarks/load_weights.py
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info src/*.egg-info

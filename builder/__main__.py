@@ -12,6 +12,7 @@ from typing import Any
 from qwen4exp_trt.builder.build import BuildReport, build_bundle
 from qwen4exp_trt.builder.options import (
     ACTIVATION_DTYPES,
+    CONVERT_DEVICES,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_PREFILL_CHUNK,
     DEFAULT_TARGET,
@@ -114,6 +115,12 @@ def _add_weight_options(add: Callable[..., Any]) -> None:
         help="auto is the activation dtype (default: %(default)s)",
     )
     add(
+        "--convert-device",
+        choices=CONVERT_DEVICES,
+        default="cpu",
+        help="where weights are converted, with the same result (default: %(default)s)",
+    )
+    add(
         "--weights-dir",
         type=Path,
         metavar="FOLDER",
@@ -145,20 +152,24 @@ class _Printer(Reporter):
 
     def __init__(self) -> None:
         self.begin = self._last = time.monotonic()
-        self._is_open = False
+        self._title: str | None = None
+        """The beginning of the line of the stage that runs."""
         self._line: ProgressLine | None = None
 
     def stage(self, name: str) -> None:
         self.finish()
-        print(f"{name:<{_NAME_WIDTH}}  ", end="", flush=True)
-        self._is_open = True
+        self._title = f"{name:<{_NAME_WIDTH}}  "
+        print(self._title, end="", flush=True)
 
     def finish(self, is_ok: bool = True) -> None:
         """End the line of the last stage."""
         now = time.monotonic()
-        if self._is_open:
-            print(f"{now - self._last:.1f} s" if is_ok else "failed", flush=True)
-        self._last, self._is_open, self._line = now, False, None
+        if self._title is not None:
+            # A terminal shows progress in the place of the title.
+            is_covered = self._line is not None and self._line.is_shown and sys.stdout.isatty()
+            title = f"\r\033[K{self._title}" if is_covered else ""
+            print(title + (f"{now - self._last:.1f} s" if is_ok else "failed"), flush=True)
+        self._last, self._title, self._line = now, None, None
 
     def show_plan(self, plan: Plan, weights: list[WeightTableRow]) -> None:
         self.finish()

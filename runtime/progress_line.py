@@ -20,18 +20,18 @@ class ProgressLine:
     def __init__(self, describe: Callable[[int, int], str], quiet_seconds: float = 0.0) -> None:
         self._describe, self._quiet_seconds = describe, quiet_seconds
         self._begin = self._last = time.monotonic()
-        self._is_shown = False
+        self.is_shown = False
 
     def show(self, done: int, total: int) -> None:
         """``done`` of ``total``, of whatever is counted, are done; ``done`` is at least 1."""
         now, is_terminal = time.monotonic(), sys.stderr.isatty()
         seconds, is_end = now - self._begin, done == total
-        if not self._is_shown and seconds < self._quiet_seconds:
+        if not self.is_shown and seconds < self._quiet_seconds:
             return
         pause = _SECONDS_BETWEEN_UPDATES if is_terminal else _SECONDS_BETWEEN_LINES
         if not is_end and now - self._last < pause:
             return
-        self._last, self._is_shown = now, True
+        self._last, self.is_shown = now, True
         left = seconds / done * (total - done)
         line = f"{self._describe(done, total)}, {seconds:.0f} s, {left:.0f} s left"
         print(

@@ -123,14 +123,14 @@ def _dequantize_fp8_blocks(recipe: Transform, start: int, stop: int, shapes: Rec
 def _dequantize_nvfp4(recipe: Transform, start: int, stop: int, shapes: RecipeShapes) -> WeightRecipe:
     """Each of the last dim of scales belongs to an equal group of the rows of a matrix."""
     packed, block_scales, scales = recipe.inputs
-    rows, found = shapes.shape(packed), shapes.shape(scales)
-    if len(rows) > 2:
-        has_outer = len(found) == len(rows) - 1 and found[0] == rows[0]
+    (num_rows, *inner), found = shapes.shape(packed), shapes.shape(scales)
+    if len(inner) > 1:
+        has_outer = len(found) == len(inner) and found[0] == num_rows
         outer = rows_of(scales, start, stop, shapes) if has_outer else scales
         return replace(recipe, inputs=(*(rows_of(part, start, stop, shapes) for part in (packed, block_scales)), outer))
     if len(found) > 1:
         raise _not_by_rows(recipe, f"it has scales {list(found)} for a matrix")
-    group = rows[0] // math.prod(found)
+    group = num_rows // math.prod(found)
     parts = []
     for begin, end in _cut(start, stop, group):
         groups = rows_of(scales, begin // group, -(-end // group), shapes) if found else scales

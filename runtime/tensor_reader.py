@@ -234,7 +234,7 @@ class TensorReader:
 def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     assert tensor.is_contiguous(), "reads go to contiguous memory"
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return tensor.view(-1).view(torch.uint8).numpy().data
 
 
 def _tasks(requests: list[_Request]) -> list[list[_Request]]:

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bundles
 import pytest
 from build_command import FLOAT32, Capture, refused
 from plan_requests import plan_request, released_plan
+from quantized_checkpoints import write_quantized
 from released_model import CONVERTED_TO_NVFP4, RELEASED_CONFIG
 
 from qwen4exp_trt.builder import plan as plan_module
@@ -88,6 +90,54 @@ def test_plan_without_an_engine_or_of_an_unknown_target(checkpoint: Path, capsys
     assert "the memory of sm90 is not known" in out and "tokens/s" not in out
 
 
+NOT_READ = "its files are not read: every weight is taken to be stored in float, none quantized"
+
+
+def formats_of(out: str, component: str) -> list[str]:
+    """The formats in the rows of a component, first in the plan, then in the table of weights."""
+    return [line.split("  ")[-1].strip() for line in out.splitlines() if line.startswith(f"  {component}  ")]
+
+
+def test_plan_of_a_quantized_checkpoint_has_the_formats_of_its_files(tmp_path: Path, capsys: Capture) -> None:
+    write_quantized(tmp_path, "FP8", bundles.config_dict())
+    argv = [str(tmp_path), "--plan", *FLOAT32]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "checkpoint" not in plan_rows(out)
+    assert formats_of(out, "routed experts") == ["fp8 blocks", "fp8 blocks"]
+    assert formats_of(out, "n-gram table") == ["fp8", "fp8"]
+    assert main([*argv, "--precision", "nvfp4", "--ple", "bf16"]) == 0
+    out = capsys.readouterr().out
+    assert formats_of(out, "routed experts") == ["nvfp4", "fp8 blocks -> nvfp4 (converted)"]
+    assert formats_of(out, "n-gram table") == ["float32", "fp8 -> float32 (dequantized)"]
+
+
+def test_plan_without_files_says_what_it_takes_the_formats_to_be(tmp_path: Path, capsys: Capture) -> None:
+    """Of a folder with a config alone, and of the path of a config, even beside files."""
+    write_quantized(tmp_path, "FP8", bundles.config_dict())
+    places = [tmp_path / "config.json", tmp_path]
+    for place in places:
+        assert main([str(place), "--plan", *FLOAT32]) == 0
+        out = capsys.readouterr().out
+        assert plan_rows(out)["checkpoint"] == NOT_READ
+        assert formats_of(out, "routed experts") == ["float32", "float -> float32"]
+        for path in tmp_path.glob("*.safetensors"):
+            path.unlink()
+
+
+def test_a_build_from_a_config_says_what_it_takes_the_formats_to_be(
+    quick: None, checkpoint: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    assert main([str(checkpoint), "-o", str(tmp_path / "bundle"), "--config-only", *FLOAT32]) == 0
+    assert f"\ncheckpoint              {NOT_READ}\n" in capsys.readouterr().out
+
+
+def test_plan_of_a_damaged_checkpoint_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    write_quantized(tmp_path, "FP8", bundles.config_dict())
+    (tmp_path / "model-0.safetensors").unlink()
+    assert "does not match its config. missing (" in refused(capsys, tmp_path, tmp_path, "--plan", *FLOAT32)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -95,6 +145,7 @@ def test_plan_without_an_engine_or_of_an_unknown_target(checkpoint: Path, capsys
         (["--block-size", "6"], "--block-size is 6; it must be a multiple"),
         (["--max-batch-size", "0"], "max_batch_size is 0; it must be an integer from 1 to"),
         (["--precision", "float16"], "argument --precision: invalid choice: 'float16'"),
+        (["--keep", "nothing.*"], "--keep 'nothing.*' matches no weight"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
