@@ -14,11 +14,8 @@ ROOT = Path(__file__).parents[1]
 
 def append_result(name: str, measured: dict[str, Any]) -> None:
     """One JSON line at the end of ``benchmarks/results/<name>.jsonl``."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     run = {
-        "commit": described.stdout.strip(),
+        "commit": _describe_commit(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpus": os.cpu_count(),
         "gpu": None,
@@ -27,3 +24,13 @@ def append_result(name: str, measured: dict[str, Any]) -> None:
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(run | measured) + "\n")
+
+
+def _describe_commit() -> str:
+    """The commit, with ``-dirty`` if anything but the results differs from it."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    return f"{commit}-dirty" if _git("status", "--porcelain", "--", ".", ":!benchmarks/results") else commit
+
+
+def _git(*args: str) -> str:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
