@@ -12,6 +12,7 @@ from typing import Any
 from qwen4exp_trt.builder.build import BuildReport, build_bundle
 from qwen4exp_trt.builder.options import (
     ACTIVATION_DTYPES,
+    CONVERT_DEVICES,
     DEFAULT_BLOCK_SIZE,
     DEFAULT_PREFILL_CHUNK,
     DEFAULT_TARGET,
@@ -112,6 +113,12 @@ def _add_weight_options(add: Callable[..., Any]) -> None:
         choices=tuple(KV_CACHE_DTYPES),
         default="auto",
         help="auto is the activation dtype (default: %(default)s)",
+    )
+    add(
+        "--convert-device",
+        choices=CONVERT_DEVICES,
+        default="cpu",
+        help="where weights are converted, with the same result (default: %(default)s)",
     )
     add(
         "--weights-dir",

@@ -106,7 +106,7 @@ def build_bundle(options: BuildOptions, reporter: Reporter | None = None) -> Bui
         reporter.show_plan(plan, weight_table(config, weight_plan.choices, options.activation_dtype))
         source = None
         if checkpoint is not None:
-            folder = ConvertedFolder(options.converted_dir)
+            folder = ConvertedFolder(options.converted_dir, options.convert_device)
             source = stack.enter_context(open_weight_source(checkpoint, weight_plan, folder, reporter))
         job = _Job(options, config, limits, text_files, trt, weight_plan, source, calibration_text, reporter)
         set_aside = {} if resolved is None else {kind: len(names) for kind, names in resolved.set_aside.items()}

@@ -127,10 +127,10 @@ def converted_parts(conversions: Sequence[Conversion]) -> dict[Part, WeightRecip
 
 
 class ConvertedFolder:
-    """The folder of converted weights, which all bundles of a parent folder share."""
+    """The folder of converted weights, which all bundles of a parent folder share; ``device`` converts them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, device: str = "cpu") -> None:
+        self.path, self.device = path, device
 
     def missing(self, conversions: Sequence[Conversion]) -> list[Conversion]:
         """Those whose files are not there yet."""
@@ -174,7 +174,7 @@ class ConvertedFolder:
             self._remove_stale()
         for conversion in missing:
             base = done
-            tensors = quantize_weight(conversion, source, lambda n, b=base: progress(b + n, total))
+            tensors = quantize_weight(conversion, source, self.device, lambda n, b=base: progress(b + n, total))
             with _errors_of_disk(self.path):
                 self._write(conversion, tensors)
             done += conversion.num_elements
@@ -212,12 +212,15 @@ def _errors_of_disk(folder: Path) -> Iterator[None]:
 
 
 def quantize_weight(
-    conversion: Conversion, source: TensorSource, progress: Callable[[int], None] = lambda done: None
+    conversion: Conversion,
+    source: TensorSource,
+    device: str = "cpu",
+    progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Tensor]:
-    """The tensors of a file by name: codes as bytes, block scales and scales.
+    """The tensors of a file by name, on the CPU: codes as bytes, block scales and scales.
 
-    Reads and quantizes pieces of the weight in as many threads as there are cores. `CheckpointError` for a weight that
-    NVFP4 cannot hold.
+    Reads and quantizes pieces of the weight in as many threads as there are cores; ``device`` (``cpu`` or ``cuda``)
+    computes, and decides no bit. `CheckpointError` for a weight that NVFP4 cannot hold.
     """
     *rows, columns = conversion.shape
     codes = torch.empty((*rows, columns // 2), dtype=torch.uint8)
@@ -227,7 +230,7 @@ def quantize_weight(
 
     def read(start: int, stop: int) -> Tensor:
         rows = (conversion.start + start, conversion.start + stop)
-        return read_rows(conversion.value, source, *rows, shapes=shapes).float()
+        return read_rows(conversion.value, source, *rows, device, shapes=shapes).float()
 
     def quantize_experts(start: int, stop: int) -> None:
         for expert, matrices in zip(range(start, stop), read(start, stop), strict=True):
@@ -237,7 +240,7 @@ def quantize_weight(
                 codes[expert, part], block_scales[expert, part], scales[expert, index] = packed, blocks, scale
 
     def quantize_matrix_rows(start: int, stop: int) -> None:
-        codes[start:stop], block_scales[start:stop], _ = quantize_nvfp4(read(start, stop), scales[0])
+        codes[start:stop], block_scales[start:stop], _ = quantize_nvfp4(read(start, stop), scales[0].to(device))
 
     pieces = list(_pieces(conversion.shape))
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from qwen4exp_trt.builder.compile import ExportOptions
 from qwen4exp_trt.builder.plan import PleResidency
 from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS
@@ -16,6 +18,7 @@ ACTIVATION_DTYPES = ("bfloat16", "float32")
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn"}
 """Choice -> dtype; ``auto`` is that of the activations."""
 PLE_RESIDENCIES = tuple(PleResidency)
+CONVERT_DEVICES = ("cpu", "cuda")
 W4A4 = "nvfp4-w4a4"
 DEFAULT_TARGET = "sm121"
 DEFAULT_WEIGHTS_DIR = "converted-weights"
@@ -123,6 +126,8 @@ class BuildOptions(PlanOptions):
     output: Path
     backend: str = "tensorrt-rtx"
     verify: bool = False
+    convert_device: str = "cpu"
+    """Where weights are converted."""
     weights_dir: Path | None = None
     """Where converted weights are; None for `DEFAULT_WEIGHTS_DIR` beside the bundle."""
     calibration: Path | None = None
@@ -140,6 +145,10 @@ class BuildOptions(PlanOptions):
                 f"--ple-residency {self.ple_residency} is for --plan: the runtime of this version keeps the n-gram "
                 "table on the device"
             )
+        if self.convert_device not in CONVERT_DEVICES:
+            raise BuildError(f"--convert-device is {self.convert_device!r}; it must be {' or '.join(CONVERT_DEVICES)}")
+        if self.convert_device == "cuda" and not torch.cuda.is_available():
+            raise BuildError("--convert-device is 'cuda', but torch finds no CUDA device here; leave it out")
         if self.verify and self.config_only:
             raise BuildError("--verify executes the program with its weights, which --config-only does not read")
         if self.precision == W4A4 and self.config_only:

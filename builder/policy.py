@@ -105,7 +105,7 @@ def _choose(
         if shape[-1] % NVFP4_BLOCK:
             return Choice(name, stored, FLOAT, f"its rows of {shape[-1]} are no multiple of {NVFP4_BLOCK}")
         return Choice(name, stored, NVFP4)
-    if len(stored) > 1:
+    if len(stored) != 1:
         return Choice(name, stored, FLOAT, "the checkpoint has it in several formats")
     held = (FLOAT, FP8, NVFP4) if is_table(name) else (FLOAT, FP8, FP8_BLOCKS, NVFP4)
     has_op = is_table(name) or _is_convertible(name) or _KEPT_BY_LINEARS.search(name) is not None

@@ -178,7 +178,7 @@ def test_small_pieces_give_the_same_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(convert_module, "_PIECE_ELEMENTS", 7 * 160)
     for conversion, expected in zip(planned.conversions, whole, strict=True):
         recorder, steps = Recorder(planned.checkpoint.tensor), list[int]()
-        found = quantize_weight(conversion, recorder, steps.append)
+        found = quantize_weight(conversion, recorder, progress=steps.append)
         for name, tensor in expected.items():
             assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
         row = conversion.num_elements // conversion.shape[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -25,6 +26,7 @@ from qwen4exp_trt.builder import convert as convert_module
 from qwen4exp_trt.builder.convert import Conversion, ConvertedFolder
 from qwen4exp_trt.errors import BuildError, CheckpointError
 from qwen4exp_trt.runtime.specs import Source
+from qwen4exp_trt.runtime.tensor_reader import TensorReader
 
 TESTS = Path(__file__).parents[1]
 
@@ -151,7 +153,7 @@ def test_a_killed_conversion_is_resumed(
 def test_two_builds_at_once_leave_the_same_files(
     planned: Planned, whole: dict[str, str], folder: ConvertedFolder
 ) -> None:
-    """Both convert everything, each file is replaced as a whole, and readers of the first stay right."""
+    """Both convert everything, and the later one replaces what is there by the same bytes."""
     together = threading.Barrier(2, timeout=60)
 
     def convert(_: int) -> None:
@@ -168,6 +170,31 @@ def test_two_builds_at_once_leave_the_same_files(
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(convert, range(2)))
     assert contents(folder.path) == whole
+
+
+def test_a_file_that_another_build_replaces_stays_readable(planned: Planned, folder: ConvertedFolder) -> None:
+    """It is replaced as a whole, not written over."""
+    planned.convert(folder)
+    path = folder.path / planned.conversions[0].file
+    before = path.stat().st_ino
+    with path.open("rb") as reader, TensorReader(planned.checkpoint) as source:
+        folder.convert(planned.conversions[:1], source, lambda done, total: None)
+        assert path.stat().st_ino != before
+        assert reader.read() == path.read_bytes()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], ids=repr)
+def test_what_is_half_written_is_removed(
+    planned: Planned, folder: ConvertedFolder, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def fail(tensors: object, path: Path, metadata: object) -> None:
+        path.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(convert_module, "save_file", fail)
+    with pytest.raises(BuildError if isinstance(error, OSError) else KeyboardInterrupt):
+        planned.convert(folder)
+    assert contents(folder.path) == {}
 
 
 # --- the disk -------------------------------------------------------------------------------------------------------
