@@ -30,10 +30,16 @@ def estimate_activations(config: ModelConfig, dtype: str, limits: EngineLimits) 
     The peak is within a layer, so that a model with one layer of each kind has the same. What a kernel needs beside
     its operands is not in it.
     """
-    program = export_program(one_layer_of_each_kind(config), dtype, limits.block_size)
-    program, _ = PassManager(make_pipeline(Quantization())).run(program)
+    program = _small_program(one_layer_of_each_kind(config), dtype, limits.block_size)
     profiles = profile_dims(limits).values()
     return max(peak_bytes(program, {name: extent.max for name, extent in dims.items()}) for dims in profiles)
+
+
+@cache
+def _small_program(config: ModelConfig, dtype: str, block_size: int) -> Program:
+    """What takes a second or two of an estimate; other limits need no other trace."""
+    program, _ = PassManager(make_pipeline(Quantization())).run(export_program(config, dtype, block_size))
+    return program
 
 
 def one_layer_of_each_kind(config: ModelConfig) -> ModelConfig:

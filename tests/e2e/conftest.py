@@ -1,11 +1,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hf_parity import Edit, Pair, PairFactory, make_pair
 from model_zoo import tiny_config_dict
+
+from qwen4exp_trt.builder import planning
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_estimate_of_activations() -> Iterator[None]:
+    """It takes as long as the rest of a tiny build, and parity has no use for the plan."""
+    with patch.object(planning, "estimate_activations", lambda config, dtype, limits: 0):
+        yield
 
 
 @pytest.fixture(scope="session")
