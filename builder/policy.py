@@ -29,7 +29,7 @@ indexer, the gates and the convolution of linear attention, norms, embeddings, t
 _KEPT_BY_LINEARS = re.compile(r"\.ple\.(key|value)_proj\.")
 """Weights that are never converted, but whose op takes the format of a checkpoint that quantized them."""
 _TABLE = re.compile(r"\.ngram_embedding\.")
-_EXPERTS, _SHARED_EXPERT = re.compile(r"^(.*\.mlp)\.experts\."), re.compile(r"^(.*\.mlp)\.shared_expert\.")
+_EXPERTS = re.compile(r"^(.*\.mlp)\.experts\.")
 
 _MOE_FORMATS = {(FLOAT, FLOAT), *MOE_OPS}
 """Formats of the routed experts and of the shared expert for which there is an op."""

@@ -41,6 +41,13 @@ _Make = Callable[[WeightRecipe], WeightRecipe]
 Formats = Mapping[str, WeightFormat]
 """Canonical name of a weight -> its format; FLOAT where it is absent."""
 
+MOE_OPS = {
+    (WeightFormat.NVFP4, WeightFormat.NVFP4): "nvfp4_moe",
+    (WeightFormat.NVFP4, WeightFormat.FLOAT): "nvfp4_routed_moe",
+    (WeightFormat.FP8_BLOCKS, WeightFormat.FLOAT): "fp8_routed_moe",
+}
+"""By the formats of the routed experts and of the shared expert."""
+
 _TOLERANCE = 1e-6
 """The same float32 products of the same dequantized weights."""
 
@@ -85,12 +92,7 @@ class _Weights:
         *rows, columns = weight.meta["val"].shape
         return self._part(weight, Part.BLOCK_SCALES, [*rows, columns // NVFP4_BLOCK], torch.float8_e4m3fn)
 
-    def scales(
-        self,
-        weight: fx.Node,
-        shape: Sequence[int],
-        make: Callable[[WeightRecipe], WeightRecipe] = lambda scales: scales,
-    ) -> fx.Node:
+    def scales(self, weight: fx.Node, shape: Sequence[int], make: _Make = lambda recipe: recipe) -> fx.Node:
         """The scales in the ``shape`` that an op takes, which ``make`` makes of those of the weight."""
         return self._part(weight, Part.SCALES, shape, torch.float32, make)
 
@@ -174,14 +176,6 @@ def _choose_moe(weights: _Weights, node: fx.Node) -> int:
     spec = all_specs()[op]
     args = [{**operands, **new}[arg.name] for arg in spec.inputs]
     return weights.replace(node, "moe", op, (*args, *node.args[-len(spec.attrs) :]))
-
-
-MOE_OPS = {
-    (WeightFormat.NVFP4, WeightFormat.NVFP4): "nvfp4_moe",
-    (WeightFormat.NVFP4, WeightFormat.FLOAT): "nvfp4_routed_moe",
-    (WeightFormat.FP8_BLOCKS, WeightFormat.FLOAT): "fp8_routed_moe",
-}
-"""By the formats of the routed experts and of the shared expert."""
 
 
 def _parts_of(node: Any) -> list[Any]:
