@@ -46,6 +46,7 @@ golden: setup
 bench: setup
 	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json
 	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json --precision nvfp4
+	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json --precision nvfp4-w4a4
 	$(BIN)/python benchmarks/evaluate_demo.py
 	$(BIN)/python benchmarks/load_weights.py
 

@@ -13,18 +13,32 @@ import resource
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from results_file import append_result
 
 from qwen4exp_trt.builder.build import build_bundle
-from qwen4exp_trt.builder.options import BuildOptions
+from qwen4exp_trt.builder.calibrate import linears_of_layers
+from qwen4exp_trt.builder.compile import compile_program, transform_config
+from qwen4exp_trt.builder.engine import build_engine
+from qwen4exp_trt.builder.options import W4A4, BuildOptions
 from qwen4exp_trt.builder.policy import PRECISIONS
+from qwen4exp_trt.builder.profiles import optimization_profiles
 from qwen4exp_trt.builder.reporter import Reporter
+from qwen4exp_trt.builder.weight_plan import plan_weights
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE
+from qwen4exp_trt.runtime.trt_module import load_trt
 
 BARS = {"total_s": 90.0, "peak_rss_mib": 3 * 1024.0, "engine_mib": 128.0}
 """Upper bounds on a machine with two cores."""
+W4A4_ENGINE_MIB = 192.0
+"""The bar of an engine with FP4 GEMMs, each of which brings its kernels."""
+PLACEHOLDER_SCALE = 0.01
+"""Of activations: calibration would need weights, and the value changes nothing that is measured."""
 
 
 class StageTimes(Reporter):
@@ -42,23 +56,49 @@ class StageTimes(Reporter):
 
 
 def measure(config: Path, target: str, precision: str) -> dict[str, float]:
-    """Build a bundle with default limits; times in seconds, sizes in MiB. The peak counts the whole process."""
+    """Build with default limits; times in seconds, sizes in MiB. The peak counts the whole process."""
     times = StageTimes()
-    with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "bundle"
-        options = BuildOptions(checkpoint=config, output=output, target=target, precision=precision, config_only=True)
-        files = build_bundle(options, times).manifest.files
-        times.stage("")
-        layers = json.loads((options.output / LAYERS_FILE).read_text(encoding="utf-8"))
+    build = build_w4a4 if precision == W4A4 else build_from_config
+    engine_bytes, onnx_bytes, layers = build(config, target, precision, times)
+    times.stage("")
     return {
         **{f"{stage}_s": seconds for stage, seconds in times.seconds.items()},
         "total_s": sum(times.seconds.values()),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "engine_mib": files[ENGINE_FILE].size / 2**20,
-        "onnx_mib": files[ONNX_FILE].size / 2**20,
+        "engine_mib": engine_bytes / 2**20,
+        "onnx_mib": onnx_bytes / 2**20,
         "layers": len(layers["layers"]),
         **{f"{name}_activation_mib": size / 2**20 for name, size in layers["activation_bytes"].items()},
     }
+
+
+Built = tuple[int, int, dict[str, Any]]
+"""Bytes of the engine and of the ONNX, and what layers.json has."""
+
+
+def build_from_config(config: Path, target: str, precision: str, times: StageTimes) -> Built:
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "bundle"
+        options = BuildOptions(checkpoint=config, output=output, target=target, precision=precision, config_only=True)
+        files = build_bundle(options, times).manifest.files
+        layers = json.loads((output / LAYERS_FILE).read_text(encoding="utf-8"))
+    return files[ENGINE_FILE].size, files[ONNX_FILE].size, layers
+
+
+def build_w4a4(config_file: Path, target: str, precision: str, times: StageTimes) -> Built:
+    times.stage("config")
+    config, options = ModelConfig.from_file(config_file), BuildOptions(checkpoint=config_file, output=Path("unused"))
+    plan = plan_weights(config, None, precision, "checkpoint", ())
+    quantization = Quantization(plan.formats, plan.table_scales)
+    times.stage("find projections")
+    program, _ = transform_config(config, options.export, quantization)
+    input_scales = dict.fromkeys(linears_of_layers(program), PLACEHOLDER_SCALE)
+    compiled = compile_program(config, options.export, replace(quantization, input_scales=input_scales), times.stage)
+    times.stage("engine")
+    specs = (*compiled.program.inputs, *compiled.program.states)
+    profiles = optimization_profiles(options.limits_for(config), specs)
+    built = build_engine(load_trt(options.backend), compiled.onnx_model, profiles, target)
+    return len(built.engine), compiled.onnx_model.ByteSize(), built.layers
 
 
 def main() -> int:
@@ -68,13 +108,14 @@ def main() -> int:
     parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     args = parser.parse_args()
     results = measure(args.config, args.target, args.precision)
+    bars = BARS | ({"engine_mib": W4A4_ENGINE_MIB} if args.precision == W4A4 else {})
     for name, value in results.items():
-        bar = f"  (at most {BARS[name]:g})" if name in BARS else ""
+        bar = f"  (at most {bars[name]:g})" if name in bars else ""
         print(f"{name:<24}{value:12.2f}{bar}")
     rounded = {name: round(value, 2) for name, value in results.items()}
     described = {"config": args.config.name, "target": args.target, "precision": args.precision}
     append_result("build_full_size", described | rounded)
-    exceeded = [name for name, bar in BARS.items() if results[name] > bar]
+    exceeded = [name for name, bar in bars.items() if results[name] > bar]
     if exceeded:
         print(f"above the bar: {', '.join(exceeded)}", file=sys.stderr)
     return 1 if exceeded else 0

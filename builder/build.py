@@ -14,16 +14,17 @@ import onnx
 
 from qwen4exp_trt.builder.bundle import check_output, hash_files, staged_folder
 from qwen4exp_trt.builder.calibrate import CalibrationText, calibrate
-from qwen4exp_trt.builder.compile import CompiledProgram, ExportOptions, compile_program
+from qwen4exp_trt.builder.compile import CompiledProgram, ExportOptions, compile_program, transform_config
 from qwen4exp_trt.builder.convert import ConvertedFolder
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
+from qwen4exp_trt.builder.memory import check_memory
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.builder.plan import Plan
 from qwen4exp_trt.builder.planning import plan_bundle
 from qwen4exp_trt.builder.profiles import Profile, optimization_profiles
 from qwen4exp_trt.builder.reporter import Reporter
 from qwen4exp_trt.builder.text_files import TextFiles
-from qwen4exp_trt.builder.verify import check_memory, make_verifier, verify_onnx
+from qwen4exp_trt.builder.verify import check_verify_memory, make_verifier, verify_onnx
 from qwen4exp_trt.builder.weight_plan import WeightPlan, plan_weights
 from qwen4exp_trt.builder.weight_source import WeightSource, open_weight_source
 from qwen4exp_trt.builder.weight_table import weight_table
@@ -88,7 +89,7 @@ def build_bundle(options: BuildOptions, reporter: Reporter | None = None) -> Bui
     reporter.stage("config")
     config = options.read_config()
     if options.verify:
-        check_memory(config)
+        check_verify_memory(config)
     limits = options.limits_for(config)
     text_files = TextFiles.from_dir(options.text_folder, config)
     calibration_text = _read_calibration_text(options)
@@ -155,10 +156,13 @@ def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
 def _calibrate(job: _Job, text: CalibrationText) -> Calibration:
     """The scales of the activations, of the program as it is with 16-bit ones."""
     assert job.source is not None
-    job.reporter.stage("calibrate")
-    program = compile_program(job.config, job.options.export, job.quantization).program
+    job.reporter.stage("load")
+    program, _ = transform_config(job.config, job.options.export, job.quantization)
     program = job.source.resolve(program)
-    weights = load_weights(program.weights, job.source.reader)
+    needed = sum(spec.tensor.num_bytes({}) for spec in program.weights)
+    check_memory(needed, "calibration", "it runs the whole model: calibrate where that fits, or give --ple nvfp4")
+    weights = load_weights(program.weights, job.source.reader, progress=job.reporter.progress)
+    job.reporter.stage("calibrate")
     return calibrate(program, weights, job.limits, text, job.reporter.progress)
 
 

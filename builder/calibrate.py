@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,14 +52,14 @@ class CalibrationText:
         token_ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
         if len(token_ids) < 2:
             raise BuildError(f"{path}: the text has {len(token_ids)} tokens; calibration needs at least two")
-        return cls(path, hashlib.sha256(path.read_bytes()).hexdigest(), tuple(token_ids))
+        return cls(path, hashlib.sha256(text.encode()).hexdigest(), tuple(token_ids))
 
 
 def linears_of_layers(program: Program) -> list[str]:
-    """The paths of the projections whose activations may be quantized: ``nvfp4_linear`` of layers, not the head."""
+    """The paths of the projections whose activations may be quantized: ``nvfp4_linear`` of the layers' token mixers."""
     nvfp4 = [node for node in program.calls() if (spec := spec_of(node.target)) and spec.name == "nvfp4_linear"]
     paths = [path_from_identifier(node.name) for node in nvfp4]
-    return [path for path in paths if path.startswith("layers.")]
+    return [path for path in paths if re.search(r"\.(linear_attn|self_attn)\.", path)]
 
 
 def calibrate(

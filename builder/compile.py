@@ -38,6 +38,20 @@ class CompiledProgram:
     passes: list[PassResult]
 
 
+def transform_config(
+    config: ModelConfig,
+    options: ExportOptions,
+    quantization: Quantization,
+    stage: Stage = lambda name: None,
+    verifier: Verifier | None = None,
+) -> tuple[Program, list[PassResult]]:
+    """Trace and transform. ``verifier`` executes the program before and after each pass."""
+    stage("export")
+    program = export_program(config, options.activation_dtype, options.block_size, options.kv_cache_dtype)
+    stage("passes")
+    return PassManager(make_pipeline(quantization), verifier).run(program)
+
+
 def compile_program(
     config: ModelConfig,
     options: ExportOptions,
@@ -45,10 +59,7 @@ def compile_program(
     stage: Stage = lambda name: None,
     verifier: Verifier | None = None,
 ) -> CompiledProgram:
-    """Trace, transform and lower. ``verifier`` executes the program before and after each pass."""
-    stage("export")
-    program = export_program(config, options.activation_dtype, options.block_size, options.kv_cache_dtype)
-    stage("passes")
-    program, results = PassManager(make_pipeline(quantization), verifier).run(program)
+    """`transform_config`, and lower."""
+    program, results = transform_config(config, options, quantization, stage, verifier)
     stage("lower")
     return CompiledProgram(program, lower_program(program), results)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +37,8 @@ _CONVERTER = "nvfp4-1"
 _MAX_TABLE_FILES = 128
 _PIECE_ELEMENTS = 1 << 22
 """What of a weight a thread quantizes at a time, in float32."""
+_GPU_THREADS = 4
+"""Enough to read beside computing; each holds some 200 MB of a GPU."""
 _KEY = "key"
 """In the metadata of a file: the one that it was made for."""
 _PARTIAL = ".partial"
@@ -89,23 +91,33 @@ class Conversion:
 def plan_conversions(
     weights: Mapping[str, StoredWeight], names: Sequence[str], tables: Sequence[str], checkpoint: Checkpoint
 ) -> list[Conversion]:
-    """The files for the weights called ``names``, several for each of them that is in ``tables``."""
-    identities = checkpoint.identity()
+    """The files for the weights called ``names``, several for each of them that is in ``tables``.
+
+    Reads samples of every tensor that they are made of.
+    """
     conversions = []
     for name in names:
         weight = weights[name]
-        files = sorted({checkpoint.file_of(source) for source in sources_of(weight.value)})
-        origin = {"recipe": recipe_to_json(weight.value), "files": {f: asdict(identities[f]) for f in files}}
+        origin = _hash_origin(weight.value, checkpoint)
         count = num_table_scales(weight.shape[0]) if name in tables else 1
         rows = weight.shape[0] // count
         for index in range(count):
             shape = (rows, *weight.shape[1:])
-            described = {"converter": _CONVERTER, "weight": name, "start": index * rows, "shape": shape, **origin}
-            key = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+            described = (_CONVERTER, name, index * rows, shape, origin)
+            key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
             suffix = f".{index}" if name in tables else ""
             num_scales = 2 if name.endswith(".gate_up_proj") else 1
             conversions.append(Conversion(name, weight.value, shape, num_scales, index * rows, suffix, key))
     return conversions
+
+
+def _hash_origin(value: WeightRecipe, checkpoint: Checkpoint) -> str:
+    """A hash of the recipe, and of type and samples of each tensor that it reads, wherever that is."""
+    digest = hashlib.sha256(json.dumps(recipe_to_json(value)).encode())
+    for name in dict.fromkeys(sources_of(value)):
+        digest.update(f"{name} {checkpoint.dtype(name)} {checkpoint.shape(name)}".encode())
+        digest.update(checkpoint.sample(name))
+    return digest.hexdigest()
 
 
 def num_table_scales(num_rows: int) -> int:
@@ -168,16 +180,25 @@ class ConvertedFolder:
 
     def convert(self, missing: Sequence[Conversion], source: TensorSource, progress: Progress) -> None:
         """Make the files of ``missing`` one after another; what is there when it is interrupted stays."""
+        self._check_writable()
+        self._remove_stale()
         total, done = sum(conversion.num_elements for conversion in missing), 0
-        with _errors_of_disk(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._remove_stale()
         for conversion in missing:
             base = done
             tensors = quantize_weight(conversion, source, self.device, lambda n, b=base: progress(b + n, total))
             with _errors_of_disk(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
                 self._write(conversion, tensors)
             done += conversion.num_elements
+
+    def _check_writable(self) -> None:
+        existing = next(path for path in (self.path, *self.path.resolve().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            found = "not writable" if existing.is_dir() else "not a folder"
+            raise BuildError(
+                f"{self.path}: cannot write the converted weights: {existing} is {found}; choose another folder with "
+                "--weights-dir"
+            )
 
     def _write(self, conversion: Conversion, tensors: Mapping[str, Tensor]) -> None:
         staging = self.path / f".{conversion.key}.{secrets.token_hex(4)}{_PARTIAL}"
@@ -246,11 +267,11 @@ def quantize_weight(
     try:
         if len(rows) == 2:
             scales = torch.empty(rows[0], conversion.num_scales)
-            _run_pieces(quantize_experts, pieces, conversion.shape, progress)
+            _run_pieces(quantize_experts, pieces, conversion.shape, device, progress)
         else:
-            amax = _run_pieces(lambda start, stop: finite_amax(read(start, stop)), pieces, conversion.shape)
+            amax = _run_pieces(lambda start, stop: finite_amax(read(start, stop)), pieces, conversion.shape, device)
             scales = nvfp4_scale(max(amax)).reshape(1)
-            _run_pieces(quantize_matrix_rows, pieces, conversion.shape, progress)
+            _run_pieces(quantize_matrix_rows, pieces, conversion.shape, device, progress)
     except PluginError as error:
         raise CheckpointError(f"{conversion.weight}: {error}") from error
     tensors = {Part.CODES: codes, Part.BLOCK_SCALES: block_scales, Part.SCALES: scales}
@@ -267,11 +288,13 @@ def _run_pieces(
     work: Callable[[int, int], _T],
     pieces: Sequence[tuple[int, int]],
     shape: Shape,
+    device: str,
     progress: Callable[[int], None] = lambda done: None,
 ) -> list[_T]:
     """``work`` of each piece, in order; ``progress`` is told the elements that are done."""
-    results = []
-    with _one_thread_an_op(), ThreadPoolExecutor(os.cpu_count()) as pool:
+    results: list[_T] = []
+    num_threads = os.cpu_count() if device == "cpu" else _GPU_THREADS
+    with _one_thread_an_op(), ThreadPoolExecutor(num_threads) as pool:
         futures = [pool.submit(work, *piece) for piece in pieces]
         try:
             for future, (_, stop) in zip(futures, pieces, strict=True):

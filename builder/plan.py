@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from qwen4exp_trt.builder.weight_formats import Component, Formats, WeightGroup, weight_groups
+from qwen4exp_trt.builder.weight_bytes import Component, Formats, WeightGroup, weight_groups
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.states import draft_row_bytes, state_specs
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits

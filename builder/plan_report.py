@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from qwen4exp_trt.builder.plan import RESERVE_BYTES, Plan
 from qwen4exp_trt.builder.plan_moves import MOVES, Move, fitting_moves
-from qwen4exp_trt.builder.weight_formats import WeightGroup
+from qwen4exp_trt.builder.weight_bytes import WeightGroup
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
@@ -30,6 +30,8 @@ def describe_misfit(plan: Plan, moves: Sequence[Move] = MOVES) -> str | None:
         return None
     options = ", or with ".join(" and ".join(combination) for combination in fitting_moves(plan.request, moves))
     advice = f"it fits with {options}" if options else "all options that save memory together do not make it fit"
+    if "--ple-residency" in options:
+        advice += " (--ple-residency is for plans: the runtime of this version keeps the table on the device)"
     return (
         f"precision {plan.request.precision} needs {size(plan.total_bytes)} ({size(plan.weight_bytes)} of it weights), "
         f"{size(plan.missing_bytes)} more than the {size(plan.device.usable_bytes)} that are usable on a "

@@ -125,21 +125,24 @@ def _fit_moe_ops(choices: Mapping[str, Choice]) -> dict[str, Choice]:
         shared_format = _make_equal(fitted, shared, "the op takes the whole shared expert in one format")
         if (routed_format, shared_format) not in _MOE_FORMATS:
             reason = f"no op has a {shared_format} shared expert beside {routed_format} routed ones"
-            _set_float(fitted, shared, reason)
+            _set_format(fitted, shared, FLOAT, reason)
     return fitted
 
 
 def _make_equal(choices: dict[str, Choice], names: Sequence[str], reason: str) -> WeightFormat:
-    """The format of all of ``names``, FLOAT if they were chosen to differ."""
+    """The format of all of ``names``; if they were chosen to differ, the one that all are stored in, or FLOAT."""
     formats = {choices[name].format for name in names}
     if len(formats) == 1:
         return formats.pop()
-    _set_float(choices, names, reason)
-    return FLOAT
+    # One of them is kept as it is stored, and the others follow it.
+    stored = {format for name in names for format in choices[name].stored}
+    common = stored.pop() if len(stored) == 1 else FLOAT
+    _set_format(choices, names, common, reason)
+    return common
 
 
-def _set_float(choices: dict[str, Choice], names: Collection[str], reason: str) -> None:
+def _set_format(choices: dict[str, Choice], names: Collection[str], format: WeightFormat, reason: str) -> None:
     for name in names:
         old = choices[name]
-        if old.format is not FLOAT:
-            choices[name] = Choice(name, old.stored, FLOAT, reason)
+        if old.format is not format:
+            choices[name] = Choice(name, old.stored, format, reason)

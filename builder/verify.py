@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import onnx
 
 from qwen4exp_trt.builder.interpret import OnnxProgram
+from qwen4exp_trt.builder.memory import check_memory
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
@@ -23,21 +23,10 @@ _COPIES = 3
 """Float32 copies of the weights that live at once: before a pass, after it, and the one being made."""
 
 
-def check_memory(config: ModelConfig) -> None:
+def check_verify_memory(config: ModelConfig) -> None:
     """`BuildError` when the float32 weights that verification holds do not fit in memory."""
     needed = _COPIES * 4 * sum(math.prod(shape) for shape in expected_weights(config).values())
-    available = _available_memory()
-    if needed > available:
-        raise BuildError(
-            f"--verify needs about {needed / 2**30:.0f} GiB of memory for this model, "
-            f"{available / 2**30:.0f} GiB are available; build without it, or verify a smaller model"
-        )
-
-
-def _available_memory() -> int:
-    """Bytes that the kernel could hand out, by /proc/meminfo."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    check_memory(needed, "--verify", "build without it, or verify a smaller model")
 
 
 def make_verifier(config: ModelConfig, block_size: int, source: TensorFunction) -> Verifier:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from qwen4exp_trt.builder.policy import Choice
-from qwen4exp_trt.builder.weight_formats import Component, component_of
+from qwen4exp_trt.builder.weight_bytes import Component, component_of
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
@@ -21,7 +21,7 @@ class WeightTableRow:
 
     component: str
     stored: str
-    """The format in the checkpoint, or several."""
+    """The format in the checkpoint, or several; ``held`` where both are float."""
     held: str
     """The format in the bundle: that of the activations for a weight that is not quantized."""
     num_weights: int
@@ -36,7 +36,9 @@ def weight_table(config: ModelConfig, choices: Sequence[Choice], activation_dtyp
     sums: dict[tuple[Component, str, str, str], list[int]] = {}
     for choice in choices:
         held = activation_dtype if choice.format is WeightFormat.FLOAT else choice.format.value
-        key = (component_of(choice.name), " and ".join(choice.stored), held, _remark(choice))
+        is_float = choice.stored == (choice.format,) == (WeightFormat.FLOAT,)
+        stored = held if is_float else " and ".join(choice.stored)
+        key = (component_of(choice.name), stored, held, _remark(choice))
         total = sums.setdefault(key, [0, 0])
         total[0] += 1
         total[1] += math.prod(shapes[choice.name])

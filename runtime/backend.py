@@ -96,18 +96,20 @@ def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | No
 def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
     """At its recorded path, or beside a bundle that was moved together with it."""
     places = (Path(ref.path), folder.resolve().parent / Path(ref.path).name)
+    found = next((place for place in places if not identity_differences(place, ref.files)), None)
+    if found is not None:
+        return Checkpoint.open_files(found, ref.files)
     found = next((place for place in places if place.is_dir()), None)
     if found is None:
         raise BundleError(
             f"{folder}: its converted weights are neither at {places[0]} nor at {places[1]}; move them there, or build "
             "the bundle again"
         )
-    if differences := identity_differences(found, ref.files):
-        raise BundleError(
-            f"{folder}: its converted weights in {found} are not those that it was built with: {listing(differences)}; "
-            "remove such files and build the bundle again"
-        )
-    return Checkpoint.open_files(found, ref.files)
+    differences = identity_differences(found, ref.files)
+    raise BundleError(
+        f"{folder}: its converted weights in {found} are not those that it was built with: {listing(differences)}; "
+        "remove such files and build the bundle again"
+    )
 
 
 def allocate_states(specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qwen4exp_trt.errors import CheckpointError
-from qwen4exp_trt.runtime.file_identity import FileIdentity, identity_differences
+from qwen4exp_trt.runtime.file_identity import FileIdentity, identity_differences, sample_of
 from qwen4exp_trt.runtime.json_files import read_json_object
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -93,11 +93,6 @@ class Checkpoint:
         """
         return self._handle(name).get_tensor(name)
 
-    def file_of(self, name: str) -> str:
-        """The name of the file that has a tensor."""
-        self._handle(name)
-        return self._tensors[name][0]
-
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
@@ -114,6 +109,11 @@ class Checkpoint:
         if name not in self._offsets[file]:
             raise CheckpointError(f"{self.path / file}: changed while it was open: tensor {name} is gone")
         return file, *self._offsets[file][name]
+
+    def sample(self, name: str) -> bytes:
+        """A hash of samples of a tensor's data."""
+        file, start, end = self.data_range(name)
+        return sample_of(self.path / file, start, end)
 
     def identity(self) -> dict[str, FileIdentity]:
         """File name -> what tells it from others; reads samples of every file."""

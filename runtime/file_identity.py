@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-_NUM_WINDOWS = 64
+_MIN_WINDOWS = 64
 _WINDOW_BYTES = 4096
+_BYTES_A_WINDOW = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -22,19 +23,28 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
-        """Identify the safetensors file ``path``, reading at most 256 KiB of its data.
+        """Identify the safetensors file ``path`` by samples, a window of 4 KiB for each 16 MiB and at least 64.
 
-        Windows spread evenly over the data, its first and last bytes included, differ between a model and a
-        fine-tune of it, whose shapes and therefore sizes and headers are the same. Data no larger than the windows
-        is hashed whole.
+        They are spread evenly over the data, its first and last bytes included, and so differ between a model and a
+        fine-tune of it, whose shapes and therefore sizes and headers are the same. A change of a few tensors between
+        two windows is not noticed. Data no larger than the windows is hashed whole.
         """
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
             header_size = 8 + int.from_bytes(file.read(8), "little")
             digest = hashlib.sha256(_read(file, 0, header_size))
-            for start, end in _windows(header_size, size):
+            for start, end in _windows(header_size, size, _MIN_WINDOWS):
                 digest.update(_read(file, start, end))
         return cls(size, digest.hexdigest())
+
+
+def sample_of(path: Path, start: int, end: int) -> bytes:
+    """A hash of samples of the bytes ``start`` to ``end`` of a file: the outer 4 KiB, and 4 KiB of each 16 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        for window in _windows(start, end, min_windows=2):
+            digest.update(_read(file, *window))
+    return digest.digest()
 
 
 def identity_differences(folder: Path, expected: Mapping[str, FileIdentity]) -> list[str]:
@@ -51,12 +61,13 @@ def _difference(path: Path, name: str, expected: FileIdentity) -> str | None:
     return None if found == expected else f"{name} has the same size but other content"
 
 
-def _windows(start: int, end: int) -> list[tuple[int, int]]:
+def _windows(start: int, end: int, min_windows: int) -> list[tuple[int, int]]:
     """The byte ranges of the data ``start`` to ``end`` that are hashed."""
-    if end - start <= _NUM_WINDOWS * _WINDOW_BYTES:
+    count = max(min_windows, (end - start) // _BYTES_A_WINDOW)
+    if end - start <= count * _WINDOW_BYTES:
         return [(start, end)]
     last = end - _WINDOW_BYTES
-    starts = [start + (last - start) * i // (_NUM_WINDOWS - 1) for i in range(_NUM_WINDOWS)]
+    starts = [start + (last - start) * i // (count - 1) for i in range(count)]
     return [(begin, begin + _WINDOW_BYTES) for begin in starts]
 
 

@@ -89,7 +89,7 @@ def materialize_weight(
         size = described[1].itemsize * math.prod(described[0])
         raise BundleError(
             f"cannot allocate {size / 2**30:,.1f} GiB for the weight {spec.name} on {device}; free memory, or build "
-            f"with a smaller --precision: {error}"
+            f"with --precision nvfp4 --ple nvfp4: {error}"
         ) from error
     _fill(result, spec.recipe, opened, shapes, advance)
     return result

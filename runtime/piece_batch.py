@@ -25,8 +25,8 @@ _ALIGNMENT = 64
 class Staging:
     """Host memory for what is read and then computed.
 
-    The same few buffers again and again: memory that goes back to the C library in another order than it came from
-    there leaves holes, which would add up to several times what is in use.
+    The same few buffers again and again, but for pieces larger than a batch: memory that goes back to the C library in
+    another order than it came from there leaves holes, which would add up to several times what is in use.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,12 +35,12 @@ class Staging:
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        if self._free and len(self._free[-1]) >= num_bytes:
+        if self._free and num_bytes <= _BATCH_BYTES:
             return self._free.pop()
         return torch.empty(max(num_bytes, _BATCH_BYTES), dtype=torch.uint8, pin_memory=self._is_pinned)
 
     def give_back(self, memory: Tensor) -> None:
-        if not self._is_pinned:
+        if not self._is_pinned and len(memory) == _BATCH_BYTES:
             self._free.append(memory)
 
 

@@ -16,7 +16,7 @@ from build_command import FLOAT32, STAGES, Capture, refused, tree
 
 from qwen4exp_trt.builder import build as build_module
 from qwen4exp_trt.builder import compile as compile_module
-from qwen4exp_trt.builder import verify as verify_module
+from qwen4exp_trt.builder import memory as memory_module
 from qwen4exp_trt.builder.__main__ import main
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.compile import CompiledProgram
@@ -182,6 +182,6 @@ def test_verify_finds_an_onnx_that_differs(
 def test_verify_needs_memory(
     checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify_module, "_available_memory", lambda: 1000)
+    monkeypatch.setattr(memory_module, "available_memory", lambda: 1000)
     message = refused(capsys, tmp_path, checkpoint, "-o", tmp_path / "bundle", *FLOAT32, "--verify")
     assert re.search(r"--verify needs about .* GiB of memory for this model, .* GiB are available; build wi", message)

@@ -273,3 +273,16 @@ def test_other_quantizers_and_divisions_have_other_keys(tmp_path: Path, monkeypa
 def test_nothing_is_converted_without_need(tmp_path: Path, precision: str) -> None:
     write_random(tmp_path, RELEASES["mixed precision"])
     assert plan_conversions_of(tmp_path, precision=precision).conversions == []
+
+
+def test_a_changed_expert_is_another_weight(tmp_path: Path) -> None:
+    """Whatever else is in its file."""
+
+    def edit(stored: dict[str, Tensor]) -> None:
+        stored["layers.2.mlp.experts.3.up_proj.weight"].view(torch.uint8)[0, 0] ^= 1
+
+    write_random(tmp_path / "a", RELEASES["FP8"])
+    write_random(tmp_path / "b", RELEASES["FP8"], edit)
+    before, after = (plan_conversions_of(tmp_path / name).conversions for name in "ab")
+    changed = [old.weight for old, new in zip(before, after, strict=True) if old.key != new.key]
+    assert changed == [GATE_UP]

@@ -276,3 +276,13 @@ def test_a_pattern_that_matches_nothing_is_an_error(pattern: str) -> None:
         f"--keep {pattern!r} matches no weight; the pattern is for names such as lm_head.weight, "
     )
     assert "layers.0.linear_attn.in_proj_qkv.weight" in message and "\n" not in message
+
+
+def test_one_kept_expert_matrix_keeps_the_others_in_the_format_of_the_checkpoint() -> None:
+    experts = ("layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj")
+    stored = dict.fromkeys(expected_weights(TINY), (F.FLOAT,)) | dict.fromkeys(experts, (F.FP8_BLOCKS,))
+    made = choose_weight_formats(TINY, stored, "nvfp4", "checkpoint", ("*.0.mlp.experts.down_proj",))
+    formats = {choice.name: choice.format for choice in made}
+    assert [formats[name] for name in experts] == [F.FP8_BLOCKS, F.FP8_BLOCKS]
+    assert formats["layers.0.mlp.shared_expert.up_proj.weight"] is F.FLOAT, "no op has it in NVFP4 beside FP8 experts"
+    assert formats["layers.1.mlp.experts.down_proj"] is F.NVFP4

@@ -110,9 +110,7 @@ def test_weights_dir_that_is_a_file(checkpoint: Path, tmp_path: Path, capsys: Ca
     (tmp_path / "file").write_text("precious")
     argv = ["--precision", "nvfp4", "--weights-dir", tmp_path / "file" / below]
     message = refused(capsys, tmp_path, checkpoint, "-o", tmp_path / "bundle", *FLOAT32, *argv)
-    assert re.search(
-        r"file(/below)?: cannot write the converted weights: \[Errno \d+\] (File exists|Not a dir)", message
-    )
+    assert re.search(r"file(/below)?: cannot write the converted weights: .*/file is not a folder", message)
 
 
 def test_weights_dir_that_is_not_writable(
@@ -165,16 +163,16 @@ def test_a_w4a4_build_prints_every_step(
     options = ["--ple", "nvfp4", "--keep", "lm_head.*", "--keep", "layers.0.mlp.*", "--kv-cache-dtype", "fp8"]
     assert main([str(checkpoint), "-o", str(tmp_path / "bundle"), *FLOAT32, *argv, *options]) == 0
     out, err = capsys.readouterr()
-    assert re.fullmatch(r"(100%, \d+ s, 0 s left\n){2}", err), "of the conversion and the calibration"
+    assert re.fullmatch(r"(100%, \d+ s, 0 s left\n){3}", err), "of the conversion, the loading and the calibration"
     plan, weights, steps, report = out.split("\n\n")[1:]
     assert "n-gram table nvfp4 on device, activations float32, KV cache float8_e4m3fn" in plan
     rows = [re.sub(r" {2,}", "  ", line).strip() for line in weights.splitlines()]
     assert "n-gram table  1  0.00 M  float -> nvfp4 (converted)" in rows
-    assert "lm_head  1  0.01 M  float -> float32 (--keep lm_head.*)" in rows
-    assert "routed experts  2  0.01 M  float -> float32 (--keep layers.0.mlp.*)" in rows
+    assert "lm_head  1  0.01 M  float32 (--keep lm_head.*)" in rows
+    assert "routed experts  2  0.01 M  float32 (--keep layers.0.mlp.*)" in rows
     assert "routed experts  2  0.01 M  float -> nvfp4 (converted)" in rows
     names = [line[:20].strip() for line in steps.splitlines()]
-    assert names == ["converted weights", "convert", "calibrate", "export", "passes", "lower", "write"]
+    assert names == ["converted weights", "convert", "load", "calibrate", "export", "passes", "lower", "write"]
     precision = "nvfp4-w4a4, n-gram table nvfp4, activations float32, KV cache float8_e4m3fn"
     assert f"precision             {precision}\n" in report
     manifest = Manifest.load(tmp_path / "bundle")

@@ -12,7 +12,7 @@ from model_zoo import tiny_config_dict
 from released_model import OFFICIAL_FP8, PUBLISHED_NVFP4, released_config
 
 from qwen4exp_trt.builder.policy import PRECISIONS, Choice, choose_weight_formats
-from qwen4exp_trt.builder.weight_formats import Component
+from qwen4exp_trt.builder.weight_bytes import Component
 from qwen4exp_trt.builder.weight_table import WeightTableRow, format_weight_table, weight_table
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
@@ -54,10 +54,10 @@ def test_what_becomes_of_the_official_release() -> None:
     # Its three projections are converted, its gate is not.
     assert set(rows_of(rows, "shared experts")) == {
         ("float", "nvfp4", 144, "converted"),
-        ("float", "bfloat16", 48, ""),
+        ("bfloat16", "bfloat16", 48, ""),
     }
-    assert rows_of(rows, "hyper-connections") == [("float", "bfloat16", 48 * 2 * 4 + 3, "")]
-    assert rows_of(rows, "embed_tokens") == [("float", "bfloat16", 1, "")]
+    assert rows_of(rows, "hyper-connections") == [("bfloat16", "bfloat16", 48 * 2 * 4 + 3, "")]
+    assert rows_of(rows, "embed_tokens") == [("bfloat16", "bfloat16", 1, "")]
     table_elements = 320_001_536 * 160
     assert [row.num_elements for row in rows if row.component == "n-gram table"] == [table_elements]
 

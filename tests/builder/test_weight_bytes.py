@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from released_model import CONVERTED_TO_NVFP4, released_config
 
-from qwen4exp_trt.builder.weight_formats import Component, WeightGroup, component_of, weight_groups
+from qwen4exp_trt.builder.weight_bytes import Component, WeightGroup, component_of, weight_groups
 from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.runtime.weight_formats import WeightFormat as F
 
