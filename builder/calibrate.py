@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from qwen4exp_trt.builder.policy import is_of_token_mixer
 from qwen4exp_trt.errors import BuildError, RequestError
 from qwen4exp_trt.plugins.number_formats import E2M1_MAX, E4M3_MAX
 from qwen4exp_trt.plugins.registry import spec_of
@@ -26,6 +26,8 @@ from qwen4exp_trt.runtime.text_file import read_text
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
 DEFAULT_CALIBRATION_TOKENS = 4096
+_MOST_CHARACTERS_A_TOKEN = 64
+"""On average over a text: a long one is not tokenized whole."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of windows that are done, and how many there are."""
@@ -49,7 +51,8 @@ class CalibrationText:
         text = read_text(path, BuildError)
         if tokenizer is None:
             raise BuildError(f"{path}: to read it the checkpoint needs a tokenizer.json, which it lacks")
-        token_ids = tokenizer.encode(text, add_special_tokens=False)[:max_tokens]
+        beginning = text[: max_tokens * _MOST_CHARACTERS_A_TOKEN]
+        token_ids = tokenizer.encode(beginning, add_special_tokens=False)[:max_tokens]
         if len(token_ids) < 2:
             raise BuildError(f"{path}: the text has {len(token_ids)} tokens; calibration needs at least two")
         return cls(path, hashlib.sha256(text.encode()).hexdigest(), tuple(token_ids))
@@ -59,7 +62,7 @@ def linears_of_layers(program: Program) -> list[str]:
     """The paths of the projections whose activations may be quantized: ``nvfp4_linear`` of the layers' token mixers."""
     nvfp4 = [node for node in program.calls() if (spec := spec_of(node.target)) and spec.name == "nvfp4_linear"]
     paths = [path_from_identifier(node.name) for node in nvfp4]
-    return [path for path in paths if re.search(r"\.(linear_attn|self_attn)\.", path)]
+    return [path for path in paths if is_of_token_mixer(path)]
 
 
 def calibrate(

@@ -21,10 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qwen4exp_trt.builder.plan_report import size
 from qwen4exp_trt.errors import BuildError, CheckpointError, PluginError
 from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight
 from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK, finite_amax, nvfp4_scale, quantize_nvfp4
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.file_identity import sample_of_memory
 from qwen4exp_trt.runtime.materialize import read_rows
 from qwen4exp_trt.runtime.recipe_shapes import RecipeShapes
 from qwen4exp_trt.runtime.specs import Source, WeightRecipe, recipe_to_json
@@ -40,7 +42,7 @@ _PIECE_ELEMENTS = 1 << 22
 _GPU_THREADS = 4
 """Enough to read beside computing; each holds some 200 MB of a GPU."""
 _KEY = "key"
-"""In the metadata of a file: the one that it was made for."""
+"""In the metadata of a file: the key that it was made for, and a hash of samples of what it holds."""
 _PARTIAL = ".partial"
 _STALE_SECONDS = 24 * 3600
 """Longer than any file takes: what is older was left by a build that was killed."""
@@ -158,10 +160,11 @@ class ConvertedFolder:
         return Checkpoint.open_files(self.path, {conversion.file for conversion in conversions})
 
     def _check_key(self, conversion: Conversion) -> None:
-        path = self.path / conversion.file
+        path, names = self.path / conversion.file, [conversion.tensor_name(part) for part in Part]
         # Of a damaged file, `Checkpoint` says more.
         with suppress(SafetensorError), safe_open(path, framework="pt") as file:
-            if (file.metadata() or {}).get(_KEY) != conversion.key:
+            tensors = {name: file.get_tensor(name) for name in names if name in file.keys()}  # noqa: SIM118
+            if (file.metadata() or {}).get(_KEY) != _describe_content(conversion, tensors):
                 raise BuildError(
                     f"{path}: does not hold the converted {conversion.weight}; remove it and build the bundle again"
                 )
@@ -173,8 +176,8 @@ class ConvertedFolder:
         free = shutil.disk_usage(existing).free
         if needed > free:
             raise BuildError(
-                f"{self.path}: the converted weights need {needed / 2**30:,.1f} GiB more, and the disk has "
-                f"{free / 2**30:,.1f} GiB; choose a folder on another disk with --weights-dir"
+                f"{self.path}: the converted weights need {size(needed)} more, and the disk has {size(free)}; choose a "
+                "folder on another disk with --weights-dir"
             )
         return needed, free
 
@@ -204,7 +207,7 @@ class ConvertedFolder:
         staging = self.path / f".{conversion.key}.{secrets.token_hex(4)}{_PARTIAL}"
         try:
             # One entry: safetensors writes several in random order, and then equal weights would be different files.
-            save_file(dict(tensors), staging, {_KEY: conversion.key})
+            save_file(dict(tensors), staging, {_KEY: _describe_content(conversion, tensors)})
             with staging.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(staging, self.path / conversion.file)
@@ -216,6 +219,14 @@ class ConvertedFolder:
             with suppress(FileNotFoundError):
                 if time.time() - path.stat().st_ctime > _STALE_SECONDS:
                     path.unlink()
+
+
+def _describe_content(conversion: Conversion, tensors: Mapping[str, Tensor]) -> str:
+    """The key of a conversion, and a hash of samples of its tensors."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(sample_of_memory(tensors[name].view(-1).view(torch.uint8).numpy().data))
+    return f"{conversion.key} {digest.hexdigest()}"
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 
 from qwen4exp_trt.builder.compile import ExportOptions
 from qwen4exp_trt.builder.plan import PleResidency
-from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS
+from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS, W4A4
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.limits import EngineLimits
@@ -19,7 +19,6 @@ KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn"}
 """Choice -> dtype; ``auto`` is that of the activations."""
 PLE_RESIDENCIES = tuple(PleResidency)
 CONVERT_DEVICES = ("cpu", "cuda")
-W4A4 = "nvfp4-w4a4"
 DEFAULT_TARGET = "sm121"
 DEFAULT_WEIGHTS_DIR = "converted-weights"
 DEFAULT_PREFILL_CHUNK = 2048

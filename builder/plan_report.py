@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from qwen4exp_trt.builder.plan import RESERVE_BYTES, Plan
+from qwen4exp_trt.builder.plan import RESERVE_BYTES, Plan, PleResidency
 from qwen4exp_trt.builder.plan_moves import MOVES, Move, fitting_moves
 from qwen4exp_trt.builder.weight_bytes import WeightGroup
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
@@ -49,6 +49,8 @@ def _head(plan: Plan) -> Iterator[str]:
     table = f"n-gram table {request.ple} on {request.ple_residency}, " if plan.ngram_table_bytes else ""
     yield _row("plan", f"{name}, {limits}")
     yield _row("options", f"precision {request.precision}, {table}{dtypes}")
+    if request.ple_residency is not PleResidency.DEVICE:
+        yield _row("", "for planning only: the runtime of this version keeps the n-gram table on the device")
     if not request.has_stored_formats:
         yield _row("checkpoint", "its files are not read: every weight is taken to be stored in float, none quantized")
 

@@ -17,7 +17,8 @@ from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 FLOAT, FP8, FP8_BLOCKS, NVFP4 = WeightFormat.FLOAT, WeightFormat.FP8, WeightFormat.FP8_BLOCKS, WeightFormat.NVFP4
 
-PRECISIONS = ("checkpoint", "nvfp4", "nvfp4-w4a4", "bf16")
+W4A4 = "nvfp4-w4a4"
+PRECISIONS = ("checkpoint", "nvfp4", W4A4, "bf16")
 PLE_PRECISIONS = ("checkpoint", "nvfp4", "bf16")
 
 _CONVERTED = re.compile(
@@ -47,6 +48,8 @@ class Choice:
     """In the bundle."""
     reason: str = ""
     """Why it is not what was asked for; empty if it is."""
+    has_nvfp4_activations: bool = False
+    """Whether the projection that it belongs to reads its input in NVFP4 as well."""
 
     @property
     def is_kept(self) -> bool:
@@ -91,6 +94,11 @@ def is_table(name: str) -> bool:
     return _TABLE.search(name) is not None
 
 
+def is_of_token_mixer(name: str) -> bool:
+    """Whether a weight or op is of an attention or linear-attention module: what W4A4 quantizes the activations of."""
+    return re.search(r"\.(linear_attn|self_attn)\.", name) is not None
+
+
 def _is_convertible(name: str) -> bool:
     return _CONVERTED.search(name) is not None
 
@@ -104,7 +112,7 @@ def _choose(
     if asked.startswith("nvfp4") and (is_table(name) or _is_convertible(name)):
         if shape[-1] % NVFP4_BLOCK:
             return Choice(name, stored, FLOAT, f"its rows of {shape[-1]} are no multiple of {NVFP4_BLOCK}")
-        return Choice(name, stored, NVFP4)
+        return Choice(name, stored, NVFP4, has_nvfp4_activations=precision == W4A4 and is_of_token_mixer(name))
     if len(stored) != 1:
         return Choice(name, stored, FLOAT, "the checkpoint has it in several formats")
     held = (FLOAT, FP8, NVFP4) if is_table(name) else (FLOAT, FP8, FP8_BLOCKS, NVFP4)

@@ -55,7 +55,8 @@ def _remark(choice: Choice) -> str:
     fate = "converted" if choice.is_converted else ""
     if choice.format is WeightFormat.FLOAT and choice.stored != (WeightFormat.FLOAT,):
         fate = "dequantized"
-    return ": ".join(filter(None, (fate, choice.reason)))
+    activations = "NVFP4 activations" if choice.has_nvfp4_activations else ""
+    return ": ".join(filter(None, (fate, choice.reason or activations)))
 
 
 def format_weight_table(rows: Sequence[WeightTableRow]) -> str:

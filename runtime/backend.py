@@ -101,9 +101,9 @@ def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
         return Checkpoint.open_files(found, ref.files)
     found = next((place for place in places if place.is_dir()), None)
     if found is None:
+        where = " or ".join(dict.fromkeys(map(str, places)))
         raise BundleError(
-            f"{folder}: its converted weights are neither at {places[0]} nor at {places[1]}; move them there, or build "
-            "the bundle again"
+            f"{folder}: its converted weights are not at {where}; move them there, or build the bundle again"
         )
     differences = identity_differences(found, ref.files)
     raise BundleError(

@@ -31,11 +31,20 @@ class FileIdentity:
         """
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
-            header_size = 8 + int.from_bytes(file.read(8), "little")
+            # Of a damaged file the first bytes may say anything.
+            header_size = min(8 + int.from_bytes(file.read(8), "little"), size)
             digest = hashlib.sha256(_read(file, 0, header_size))
             for start, end in _windows(header_size, size, _MIN_WINDOWS):
                 digest.update(_read(file, start, end))
         return cls(size, digest.hexdigest())
+
+
+def sample_of_memory(memory: memoryview) -> bytes:
+    """A hash of samples of some bytes: all if they are few, else 4 KiB of each 16 MiB and at least 64 times that."""
+    digest = hashlib.sha256()
+    for start, end in _windows(0, len(memory), _MIN_WINDOWS):
+        digest.update(memory[start:end])
+    return digest.digest()
 
 
 def sample_of(path: Path, start: int, end: int) -> bytes:

@@ -218,13 +218,13 @@ def test_a_full_disk_is_noticed_before(monkeypatch: pytest.MonkeyPatch, tmp_path
     free = needed
     assert folder.check_space([table_of_the_released_size()]) == (needed, needed)
     free = needed - 1
-    with pytest.raises(BuildError, match=r"need 26\.8 GiB more, and the disk has 26\.8 GiB"):
+    with pytest.raises(BuildError, match=r"need 26\.82 GiB more, and the disk has 26\.82 GiB"):
         folder.check_space([table_of_the_released_size()])
     free = 10 << 30
     with pytest.raises(BuildError) as caught:
         folder.check_space([table_of_the_released_size()])
     assert str(caught.value) == (
-        f"{folder.path}: the converted weights need 26.8 GiB more, and the disk has 10.0 GiB; choose a folder on "
+        f"{folder.path}: the converted weights need 26.82 GiB more, and the disk has 10.00 GiB; choose a folder on "
         "another disk with --weights-dir"
     )
     assert set(asked) == {tmp_path}
@@ -348,4 +348,16 @@ def test_a_file_says_what_it_was_made_for(planned: Planned, folder: ConvertedFol
     planned.convert(folder)
     for conversion in planned.conversions:
         with safe_open(folder.path / conversion.file, framework="pt") as file:
-            assert file.metadata() == {"key": conversion.key}
+            (described,) = file.metadata().values()
+        assert described.split()[0] == conversion.key
+
+
+def test_damaged_content_is_not_taken_over(planned: Planned, folder: ConvertedFolder) -> None:
+    """Though name, size, header and key are right."""
+    planned.convert(folder)
+    path = folder.path / planned.conversions[0].file
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BuildError, match=rf"^{path}: does not hold the converted .*; remove it and build"):
+        folder.open(planned.conversions)

@@ -164,8 +164,10 @@ def test_the_manifest_tells_what_became_of_the_weights(built: Built) -> None:
     assert manifest.kv_cache_dtype == ("float8_e4m3fn" if "kv_cache_dtype" in built.policy.options else "bfloat16")
     converted = Counter[str]()
     for row in manifest.weights:
-        assert row["stored"] == "float"
-        assert (row["remark"] == "converted") == (row["held"] == "nvfp4")
+        assert row["stored"] == ("float" if row["held"] == "nvfp4" else "bfloat16")
+        assert row["remark"].startswith("converted") == (row["held"] == "nvfp4")
+        reads_nvfp4 = manifest.precision == "nvfp4-w4a4" and row["component"] in ("attention", "linear attention")
+        assert row["remark"].endswith("NVFP4 activations") == (reads_nvfp4 and row["held"] == "nvfp4")
         assert row["held"] in ("nvfp4", "bfloat16")
         converted[row["component"]] += row["num_weights"] * (row["held"] == "nvfp4")
     assert +converted == built.policy.converted

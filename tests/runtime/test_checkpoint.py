@@ -278,3 +278,10 @@ def test_identity_of_a_file_of_many_gigabytes_is_cheap(tmp_path: Path) -> None:
 def test_listing_is_bounded() -> None:
     assert listing(["a", "b"]) == "a, b"
     assert listing((str(i) for i in range(5)), limit=3) == "0, 1, 2 and 2 more"
+
+
+def test_the_identity_of_a_file_that_is_no_safetensors_is_taken_without_trust_in_it(tmp_path: Path) -> None:
+    """The first bytes of a damaged file would be a header of exabytes."""
+    path = tmp_path / "damaged.safetensors"
+    path.write_bytes(b"\xff" * 7 + b"\x0f" + b"x" * 100)
+    assert FileIdentity.of(path).size == 108

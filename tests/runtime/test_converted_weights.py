@@ -77,7 +77,7 @@ def test_a_bundle_moves_with_its_folder(moved: Converted, tmp_path: Path, monkey
 
 def test_a_missing_folder_is_named_with_both_places(moved: Converted, tmp_path: Path) -> None:
     shutil.rmtree(moved.folder)
-    places = f"neither at {tmp_path / 'gone' / moved.folder.name} nor at {moved.folder}"
+    places = f"not at {tmp_path / 'gone' / moved.folder.name} or {moved.folder}"
     assert f"its converted weights are {places}; move them there, or build" in refused(moved.bundle)
 
 
