@@ -56,7 +56,7 @@ def _remark(choice: Choice) -> str:
     if choice.format is WeightFormat.FLOAT and choice.stored != (WeightFormat.FLOAT,):
         fate = "dequantized"
     activations = "NVFP4 activations" if choice.has_nvfp4_activations else ""
-    return ": ".join(filter(None, (fate, choice.reason or activations)))
+    return ", ".join(filter(None, (": ".join(filter(None, (fate, choice.reason))), activations)))
 
 
 def format_weight_table(rows: Sequence[WeightTableRow]) -> str:

@@ -105,7 +105,7 @@ def test_message() -> None:
     assert describe_misfit(plan) == (
         "precision checkpoint needs 171.60 GiB (169.43 GiB of it weights), 57.60 GiB more than the 114.00 GiB that are "
         "usable on a GB10; it fits with --ple-residency disk and --precision nvfp4, or with --ple nvfp4 and "
-        "--precision nvfp4"
+        "--precision nvfp4 (--ple-residency is for plans: the runtime of this version keeps the table on the device)"
     )
 
 

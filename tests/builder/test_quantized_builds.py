@@ -131,8 +131,10 @@ def test_the_table_of_weights_tells_the_formats(built: Built) -> None:
     rows |= {(row["component"], "float"): row for row in built.report.manifest.weights if row["component"] == "lm_head"}
     for key, held in built.expected.fates.items():
         row = rows[key]
-        dequantized = "dequantized" if held == "bfloat16" else "converted"
-        assert (row["held"], row["remark"]) == (held, "" if held == row["stored"] else dequantized), key
+        remarks = [] if held == row["stored"] else ["dequantized" if held == "bfloat16" else "converted"]
+        if built.expected.options.get("precision") == "nvfp4-w4a4" and "attention" in row["component"]:
+            remarks.append("NVFP4 activations")
+        assert (row["held"], row["remark"]) == (held, ", ".join(remarks)), key
 
 
 def test_verification_finds_no_difference(built: Built) -> None:
