@@ -238,9 +238,9 @@ def plan(options: PlanOptions) -> None:
     """Print the plan; `BuildError` if the target has too little memory for it."""
     options.check()
     config = options.read_config()
-    stored = read_stored_weights(options, config)
-    made = plan_bundle(options, config, stored)
-    weights = weight_table(config, weight_plan_for(options, config, stored).choices, options.activation_dtype)
+    weight_plan = weight_plan_for(options, config, read_stored_weights(options, config))
+    made = plan_bundle(options, weight_plan)
+    weights = weight_table(config, weight_plan.choices, options.activation_dtype)
     print(f"{format_plan(made)}\n\n{format_weight_table(weights)}")
     if (misfit := describe_misfit(made)) is not None:
         raise BuildError(misfit)

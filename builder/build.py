@@ -20,14 +20,14 @@ from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
 from qwen4exp_trt.builder.memory import check_memory
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.builder.plan import Plan
-from qwen4exp_trt.builder.planning import plan_bundle
+from qwen4exp_trt.builder.planning import plan_bundle, weight_plan_for
 from qwen4exp_trt.builder.profiles import Profile, optimization_profiles
 from qwen4exp_trt.builder.reporter import Reporter
 from qwen4exp_trt.builder.text_files import TextFiles
 from qwen4exp_trt.builder.verify import check_verify_memory, make_verifier, verify_onnx
-from qwen4exp_trt.builder.weight_plan import WeightPlan, plan_weights
+from qwen4exp_trt.builder.weight_plan import WeightPlan
 from qwen4exp_trt.builder.weight_source import WeightSource, open_weight_source
-from qwen4exp_trt.builder.weight_table import weight_table
+from qwen4exp_trt.builder.weight_table import WeightTableRow, weight_table
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import resolve_weights
 from qwen4exp_trt.passes.pipeline import Quantization
@@ -70,6 +70,7 @@ class _Job:
     text_files: TextFiles
     trt: ModuleType | None
     weight_plan: WeightPlan
+    weight_table: list[WeightTableRow]
     source: WeightSource | None
     """None without weights."""
     calibration_text: CalibrationText | None
@@ -102,14 +103,15 @@ def build_bundle(options: BuildOptions, reporter: Reporter | None = None) -> Bui
             resolved = resolve_weights(config, checkpoint)
         stored = None if resolved is None else resolved.weights
         reporter.stage("plan")
-        weight_plan = plan_weights(config, stored, options.precision, options.ple_precision, options.keep)
-        plan = plan_bundle(options, config, stored)
-        reporter.show_plan(plan, weight_table(config, weight_plan.choices, options.activation_dtype))
+        weight_plan = weight_plan_for(options, config, stored)
+        table = weight_table(config, weight_plan.choices, options.activation_dtype)
+        plan = plan_bundle(options, weight_plan)
+        reporter.show_plan(plan, table)
         source = None
         if checkpoint is not None:
             folder = ConvertedFolder(options.converted_dir, options.convert_device)
             source = stack.enter_context(open_weight_source(checkpoint, weight_plan, folder, reporter))
-        job = _Job(options, config, limits, text_files, trt, weight_plan, source, calibration_text, reporter)
+        job = _Job(options, config, limits, text_files, trt, weight_plan, table, source, calibration_text, reporter)
         set_aside = {} if resolved is None else {kind: len(names) for kind, names in resolved.set_aside.items()}
         return _build(job, plan, set_aside)
 
@@ -208,14 +210,13 @@ def _manifest(
     tools = {"python": platform.python_version()} | {name: version(name) for name in _TOOLS}
     if job.trt is not None:
         tools[job.trt.__name__] = job.trt.__version__
-    table = weight_table(job.config, job.weight_plan.choices, options.activation_dtype)
     return Manifest(
         config=job.config.to_dict(),
         precision=options.precision,
         ple_precision=options.ple_precision,
         activation_dtype=options.activation_dtype,
         kv_cache_dtype=options.kv_dtype,
-        weights=[asdict(row) for row in table],
+        weights=[asdict(row) for row in job.weight_table],
         calibration=calibration,
         target=options.engine_target if options.has_engine else None,
         backend=options.backend if options.has_engine else None,

@@ -7,14 +7,14 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.runtime.manifest import MANIFEST_FILE, FileRef
 
-_PARTIAL, _OLD = ".partial", ".old"
+PARTIAL, _OLD = ".partial", ".old"
 _STALE_SECONDS = 24 * 3600
 """Longer than any build writes: what is older was left by one that was killed."""
 
@@ -29,13 +29,14 @@ def staged_folder(output: Path) -> Iterator[Path]:
     check_output(output)
     output = output.resolve()
     # mkdtemp would make a folder, and so a bundle, that only its owner can read.
-    staging = output.with_name(f".{output.name}.{secrets.token_hex(4)}{_PARTIAL}")
+    staging = output.with_name(f".{output.name}.{secrets.token_hex(4)}{PARTIAL}")
     new_parents = [parent for parent in output.parents if not parent.exists()]
     try:
         staging.mkdir(parents=True)
         yield staging
         _replace_folder(staging, output)
-        _remove_stale(output)
+        name = f".{glob.escape(output.name)}.{'[0-9a-f]' * 8}"
+        remove_stale((*output.parent.glob(name + PARTIAL), *output.parent.glob(name + _OLD)))
     except OSError as error:
         raise BuildError(f"cannot write the bundle {output}: {error}") from error
     finally:
@@ -54,12 +55,19 @@ def check_output(output: Path) -> None:
             raise BuildError(
                 f"{output} exists and is not a bundle, so it is not overwritten; remove it or choose another folder"
             )
-        parent = next(parent for parent in output.parents if parent.exists())
+        why = why_unwritable(output.parent)
     except OSError as error:
         raise BuildError(f"cannot write to {output}: {error.strerror}; choose another folder") from error
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        found = "not writable" if parent.is_dir() else "not a folder"
-        raise BuildError(f"cannot create {output}: {parent} is {found}; choose another folder")
+    if why is not None:
+        raise BuildError(f"cannot create {output}: {why}; choose another folder")
+
+
+def why_unwritable(folder: Path) -> str | None:
+    """What keeps ``folder``, or the nearest of its parents if it does not exist, from taking files; None if nothing."""
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not writable"
 
 
 def _replace_folder(staging: Path, output: Path) -> None:
@@ -75,13 +83,13 @@ def _replace_folder(staging: Path, output: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _remove_stale(output: Path) -> None:
-    name = f".{glob.escape(output.name)}.{'[0-9a-f]' * 8}"
-    for path in (*output.parent.glob(name + _PARTIAL), *output.parent.glob(name + _OLD)):
+def remove_stale(paths: Iterable[Path]) -> None:
+    """Remove those of ``paths``, partial files or folders, that a build left which was killed."""
+    for path in paths:
         with suppress(FileNotFoundError):  # another build may remove it, too
             # The change time, since a renamed folder keeps its modification time.
             if time.time() - path.stat().st_ctime > _STALE_SECONDS:
-                shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 def hash_files(folder: Path) -> dict[str, FileRef]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.evaluation import default_window
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, path_from_identifier
+from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.text_file import read_text
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
@@ -28,9 +29,6 @@ from qwen4exp_trt.runtime.tokenizer import Tokenizer
 DEFAULT_CALIBRATION_TOKENS = 4096
 _MOST_CHARACTERS_A_TOKEN = 64
 """On average over a text: a long one is not tokenized whole."""
-
-Progress = Callable[[int, int], None]
-"""Called with the number of windows that are done, and how many there are."""
 
 
 @dataclass(frozen=True)

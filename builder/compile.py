@@ -25,7 +25,7 @@ class ExportOptions:
 
     activation_dtype: str
     kv_cache_dtype: str
-    """The activation dtype or ``float8_e4m3fn``."""
+    """``auto`` for the activation dtype, or ``float8_e4m3fn``."""
     block_size: int
 
 

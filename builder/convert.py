@@ -8,7 +8,6 @@ import math
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,13 +20,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from qwen4exp_trt.builder.bundle import PARTIAL, remove_stale, why_unwritable
 from qwen4exp_trt.builder.plan_report import size
+from qwen4exp_trt.builder.weight_bytes import num_matrices
 from qwen4exp_trt.errors import BuildError, CheckpointError, PluginError
 from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight
 from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK, finite_amax, nvfp4_scale, quantize_nvfp4
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.file_identity import sample_of_memory
 from qwen4exp_trt.runtime.materialize import read_rows
+from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.recipe_shapes import RecipeShapes
 from qwen4exp_trt.runtime.specs import Source, WeightRecipe, recipe_to_json
 from qwen4exp_trt.runtime.tensor_source import TensorSource
@@ -43,14 +45,8 @@ _GPU_THREADS = 4
 """Enough to read beside computing; each holds some 200 MB of a GPU."""
 _KEY = "key"
 """In the metadata of a file: the key that it was made for, and a hash of samples of what it holds."""
-_PARTIAL = ".partial"
-_STALE_SECONDS = 24 * 3600
-"""Longer than any file takes: what is older was left by a build that was killed."""
 
 _T = TypeVar("_T")
-
-Progress = Callable[[int, int], None]
-"""Called with the elements that are done, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +104,7 @@ def plan_conversions(
             described = (_CONVERTER, name, index * rows, shape, origin)
             key = hashlib.sha256(json.dumps(described).encode()).hexdigest()
             suffix = f".{index}" if name in tables else ""
-            num_scales = 2 if name.endswith(".gate_up_proj") else 1
-            conversions.append(Conversion(name, weight.value, shape, num_scales, index * rows, suffix, key))
+            conversions.append(Conversion(name, weight.value, shape, num_matrices(name), index * rows, suffix, key))
     return conversions
 
 
@@ -184,7 +179,7 @@ class ConvertedFolder:
     def convert(self, missing: Sequence[Conversion], source: TensorSource, progress: Progress) -> None:
         """Make the files of ``missing`` one after another; what is there when it is interrupted stays."""
         self._check_writable()
-        self._remove_stale()
+        remove_stale(self.path.glob(f".*{PARTIAL}"))
         total, done = sum(conversion.num_elements for conversion in missing), 0
         for conversion in missing:
             base = done
@@ -195,16 +190,13 @@ class ConvertedFolder:
             done += conversion.num_elements
 
     def _check_writable(self) -> None:
-        existing = next(path for path in (self.path, *self.path.resolve().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            found = "not writable" if existing.is_dir() else "not a folder"
+        if (why := why_unwritable(self.path)) is not None:
             raise BuildError(
-                f"{self.path}: cannot write the converted weights: {existing} is {found}; choose another folder with "
-                "--weights-dir"
+                f"{self.path}: cannot write the converted weights: {why}; choose another folder with --weights-dir"
             )
 
     def _write(self, conversion: Conversion, tensors: Mapping[str, Tensor]) -> None:
-        staging = self.path / f".{conversion.key}.{secrets.token_hex(4)}{_PARTIAL}"
+        staging = self.path / f".{conversion.key}.{secrets.token_hex(4)}{PARTIAL}"
         try:
             # One entry: safetensors writes several in random order, and then equal weights would be different files.
             save_file(dict(tensors), staging, {_KEY: _describe_content(conversion, tensors)})
@@ -213,12 +205,6 @@ class ConvertedFolder:
             os.replace(staging, self.path / conversion.file)
         finally:
             staging.unlink(missing_ok=True)
-
-    def _remove_stale(self) -> None:
-        for path in self.path.glob(f".*{_PARTIAL}"):
-            with suppress(FileNotFoundError):
-                if time.time() - path.stat().st_ctime > _STALE_SECONDS:
-                    path.unlink()
 
 
 def _describe_content(conversion: Conversion, tensors: Mapping[str, Tensor]) -> str:

@@ -12,6 +12,7 @@ from qwen4exp_trt.builder.plan import PleResidency
 from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS, W4A4
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.frontend.states import resolve_kv_dtype
 from qwen4exp_trt.runtime.limits import EngineLimits
 
 ACTIVATION_DTYPES = ("bfloat16", "float32")
@@ -63,8 +64,7 @@ class PlanOptions:
     @property
     def kv_dtype(self) -> str:
         """The dtype of the KV cache."""
-        dtype = KV_CACHE_DTYPES[self.kv_cache_dtype]
-        return self.activation_dtype if dtype == "auto" else dtype
+        return resolve_kv_dtype(self.activation_dtype, KV_CACHE_DTYPES[self.kv_cache_dtype])
 
     @property
     def export(self) -> ExportOptions:

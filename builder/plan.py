@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from qwen4exp_trt.builder.weight_bytes import Component, Formats, WeightGroup, weight_groups
+from qwen4exp_trt.builder.weight_bytes import Component, WeightGroup, weight_groups
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.states import draft_row_bytes, state_specs
+from qwen4exp_trt.frontend.states import draft_row_bytes, resolve_kv_dtype, state_specs
+from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES, StateKind, StateSpec
 
@@ -92,7 +93,7 @@ class PlanRequest:
     @property
     def kv_dtype(self) -> str:
         """The dtype of the KV cache."""
-        return self.activation_dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        return resolve_kv_dtype(self.activation_dtype, self.kv_cache_dtype)
 
     def state_specs(self) -> tuple[StateSpec, ...]:
         return state_specs(self.config, self.activation_dtype, self.limits.block_size, self.kv_cache_dtype)

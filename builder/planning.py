@@ -13,8 +13,8 @@ from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.stored_weights import StoredWeight
 from qwen4exp_trt.frontend.weights import resolve_weights
+from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
-from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 StoredWeights = Mapping[str, StoredWeight] | None
 """By canonical name; None for a checkpoint that is not there, and is taken to have every weight in float."""
@@ -31,14 +31,17 @@ def weight_plan_for(options: PlanOptions, config: ModelConfig, stored: StoredWei
     return plan_weights(config, stored, options.precision, options.ple_precision, options.keep)
 
 
-def plan_bundle(options: PlanOptions, config: ModelConfig, stored: StoredWeights) -> Plan:
+def plan_bundle(options: PlanOptions, weight_plan: WeightPlan) -> Plan:
     """What the bundle will need on its target."""
     target = options.engine_target if options.has_engine else None
     if target is not None and not re.fullmatch(r"sm\d{2,3}", target):
         raise BuildError(f"--target is {target!r}; it must be a GPU architecture such as {DEFAULT_TARGET}")
+    config, stored = weight_plan.config, weight_plan.weights
     limits = options.limits_for(config)
 
-    def choose_formats(precision: str, ple: str) -> Mapping[str, WeightFormat]:
+    def choose_formats(precision: str, ple: str) -> Formats:
+        if (precision, ple) == (options.precision, options.ple_precision):
+            return weight_plan.formats
         return plan_weights(config, stored, precision, ple, options.keep).formats
 
     activations = ActivationMemory(estimate_activations(config, options.activation_dtype, limits), is_estimate=True)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from qwen4exp_trt.builder.weight_bytes import Component, component_of
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
@@ -29,7 +30,6 @@ _CONVERTED = re.compile(
 indexer, the gates and the convolution of linear attention, norms, embeddings, the n-gram projections."""
 _KEPT_BY_LINEARS = re.compile(r"\.ple\.(key|value)_proj\.")
 """Weights that are never converted, but whose op takes the format of a checkpoint that quantized them."""
-_TABLE = re.compile(r"\.ngram_embedding\.")
 _EXPERTS = re.compile(r"^(.*\.mlp)\.experts\.")
 
 _MOE_FORMATS = {(FLOAT, FLOAT), *MOE_OPS}
@@ -91,7 +91,7 @@ def choose_weight_formats(
 
 def is_table(name: str) -> bool:
     """Whether it is the n-gram table, whose format is chosen on its own."""
-    return _TABLE.search(name) is not None
+    return component_of(name) is Component.NGRAM_TABLE
 
 
 def is_of_token_mixer(name: str) -> bool:
@@ -109,7 +109,7 @@ def _choose(
     asked = ple_precision if is_table(name) else precision
     if asked == "bf16":
         return Choice(name, stored, FLOAT)
-    if asked.startswith("nvfp4") and (is_table(name) or _is_convertible(name)):
+    if asked in ("nvfp4", W4A4) and (is_table(name) or _is_convertible(name)):
         if shape[-1] % NVFP4_BLOCK:
             return Choice(name, stored, FLOAT, f"its rows of {shape[-1]} are no multiple of {NVFP4_BLOCK}")
         return Choice(name, stored, NVFP4, has_nvfp4_activations=precision == W4A4 and is_of_token_mixer(name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
@@ -12,12 +11,10 @@ from functools import cache
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import Shape, expected_weights
+from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, NVFP4_BLOCK
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
-
-Formats = Mapping[str, WeightFormat]
-"""Canonical name -> format; a weight that is not in it is `WeightFormat.FLOAT`."""
 
 BITS_OF_FORMAT = {
     WeightFormat.FP8: Fraction(8),
@@ -103,6 +100,11 @@ def component_of(name: str) -> Component:
     return next(component for component, pattern in _COMPONENT_OF.items() if pattern.search(name))
 
 
+def num_matrices(name: str) -> int:
+    """The matrices of one expert in the weight with this canonical name: gate and up are one weight."""
+    return 2 if name.endswith(".gate_up_proj") else 1
+
+
 @cache
 def _weights(config: ModelConfig) -> tuple[_Weight, ...]:
     names = {name: component_of(name) for name in expected_weights(config)}
@@ -136,8 +138,7 @@ def _num_scales(config: ModelConfig, weight: _Weight, weight_format: WeightForma
     if weight.component is Component.NGRAM_TABLE:
         return config.split_ngram_parts
     *batch, rows, columns = weight.shape
-    # Gate and up are one weight and two matrices.
-    parts = 2 if weight.name.endswith(".gate_up_proj") else 1
+    parts = num_matrices(weight.name)
     if weight_format is not WeightFormat.NVFP4:
         scales = math.ceil(rows // parts / FP8_BLOCK) * math.ceil(columns / FP8_BLOCK)
     else:

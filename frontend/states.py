@@ -17,8 +17,7 @@ def state_specs(
     ``indexer_compress_ratio``. The rings of raw index keys keep the open group even when ``DRAFT_ROWS`` tokens behind
     it are taken back.
     """
-    assert kv_cache_dtype in ("auto", "float8_e4m3fn"), kv_cache_dtype
-    kv_dtype = dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    kv_dtype = resolve_kv_dtype(dtype, kv_cache_dtype)
     states: list[StateSpec] = []
     for layer in range(config.num_hidden_layers):
         if layer in config.ple_layers:
@@ -28,6 +27,12 @@ def state_specs(
         else:
             states += _full_attention_states(config, layer, dtype, kv_dtype, block_size)
     return tuple(states)
+
+
+def resolve_kv_dtype(dtype: str, kv_cache_dtype: str) -> str:
+    """The dtype of the KV cache beside activations of ``dtype``; ``kv_cache_dtype`` as in `state_specs`."""
+    assert kv_cache_dtype in ("auto", "float8_e4m3fn"), kv_cache_dtype
+    return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
 
 
 def _ple_states(config: ModelConfig, layer: int, dtype: str) -> list[StateSpec]:

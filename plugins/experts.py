@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from qwen4exp_trt.plugins.dims import ceil_div
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, dequantize_fp8_blocks, dequantize_nvfp4
-from qwen4exp_trt.plugins.spec import TensorArg
+from qwen4exp_trt.plugins.packed import NUM_SEQS
+from qwen4exp_trt.plugins.spec import Attr, Case, OpSpec, TensorArg
 
 NVFP4_EXPERTS = (
     TensorArg("gate_up_proj", ("E", "32*IB", "16*HB"), "float4_e2m1fn_x2"),
@@ -28,6 +30,42 @@ FP8_EXPERTS = (
     TensorArg("down_scales", ("E", ceil_div("H", FP8_BLOCK), ceil_div("I", FP8_BLOCK)), "float32"),
 )
 """The operands of E routed experts in FP8 with a scale for each block; gate and up have their own grids of blocks."""
+
+
+def float_shared_expert(hidden: str) -> tuple[TensorArg, ...]:
+    """The operands of a 16-bit shared expert; ``hidden`` is the dim of the hidden size."""
+    return TensorArg("shared_gate_up_proj", ("2*IS", hidden)), TensorArg("shared_down_proj", (hidden, "IS"))
+
+
+def moe_spec(
+    name: str,
+    hidden: str,
+    experts: Sequence[TensorArg],
+    shared_expert: Sequence[TensorArg],
+    body: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
+    cases: Sequence[Case],
+) -> OpSpec:
+    """The spec of a mixture of experts, whose ops differ by the operands of their experts alone."""
+    return OpSpec(
+        name=name,
+        version=1,
+        inputs=(
+            TensorArg("x", ("T", hidden)),
+            TensorArg("router_weight", ("E", hidden)),
+            *experts,
+            *shared_expert,
+            TensorArg("shared_expert_gate", (1, hidden)),
+            TensorArg("query_start_loc", ("BP",), "int32"),
+            NUM_SEQS,
+        ),
+        outputs=(TensorArg("out", ("T", hidden)),),
+        attrs=(Attr("num_experts_per_tok", "int"), Attr("norm_topk_prob", "int")),
+        body=body,
+        reference=reference,
+        cases=tuple(cases),
+        tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-3},
+    )
 
 
 def route(x: Tensor, router_weight: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:

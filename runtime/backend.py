@@ -14,8 +14,9 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
 from qwen4exp_trt.runtime.file_identity import identity_differences
 from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, CheckpointRef, Manifest
-from qwen4exp_trt.runtime.materialize import Progress, load_weights
+from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.weights import dtype_from_name
@@ -95,21 +96,19 @@ def open_checkpoint(folder: Path, ref: CheckpointRef | None, override: Path | No
 
 def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
     """At its recorded path, or beside a bundle that was moved together with it."""
-    places = (Path(ref.path), folder.resolve().parent / Path(ref.path).name)
-    found = next((place for place in places if not identity_differences(place, ref.files)), None)
-    if found is not None:
-        return Checkpoint.open_files(found, ref.files)
-    found = next((place for place in places if place.is_dir()), None)
-    if found is None:
-        where = " or ".join(dict.fromkeys(map(str, places)))
+    places = list(dict.fromkeys((Path(ref.path), folder.resolve().parent / Path(ref.path).name)))
+    problems = {}
+    for place in filter(Path.is_dir, places):
+        problems[place] = identity_differences(place, ref.files)
+        if not problems[place]:
+            return Checkpoint.open_files(place, ref.files)
+    for place, differences in problems.items():
         raise BundleError(
-            f"{folder}: its converted weights are not at {where}; move them there, or build the bundle again"
+            f"{folder}: its converted weights in {place} are not those that it was built with: {listing(differences)}; "
+            "remove such files and build the bundle again"
         )
-    differences = identity_differences(found, ref.files)
-    raise BundleError(
-        f"{folder}: its converted weights in {found} are not those that it was built with: {listing(differences)}; "
-        "remove such files and build the bundle again"
-    )
+    where = " or ".join(map(str, places))
+    raise BundleError(f"{folder}: its converted weights are not at {where}; move them there, or build the bundle again")
 
 
 def allocate_states(specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int) -> dict[str, Tensor]:

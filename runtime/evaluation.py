@@ -7,7 +7,7 @@ have more rows in its head. Log-probabilities are float32, in nats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,15 +17,13 @@ from torch.nn import functional as F
 
 from qwen4exp_trt.errors import BundleError, RequestError
 from qwen4exp_trt.runtime.llm import LLM
+from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
 _ROWS = 64
 """Distributions in float32 at a time; the vocabulary of the released model makes each one 1 MB."""
 
 _TAIL = 0.999
-
-Progress = Callable[[int, int], None]
-"""Called with the number of windows that are done, and how many there are."""
 
 
 @dataclass(frozen=True)

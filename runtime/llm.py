@@ -15,8 +15,8 @@ from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
 from qwen4exp_trt.runtime.manifest import Manifest
-from qwen4exp_trt.runtime.materialize import Progress
 from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
+from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 from qwen4exp_trt.runtime.tokenizer import Tokenizer

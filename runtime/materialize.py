@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError, CheckpointError
 from qwen4exp_trt.runtime.piece_batch import Batch, Staging, batches_of
+from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.recipe_pieces import pieces_of
 from qwen4exp_trt.runtime.recipe_rows import rows_of
 from qwen4exp_trt.runtime.recipe_shapes import RecipeShapes
@@ -25,8 +26,6 @@ from qwen4exp_trt.runtime.weights import name_from_dtype
 
 _WINDOW_BYTES = 32 << 20
 """What is being read, or is read and not computed yet."""
-Progress = Callable[[int, int], None]
-"""Told the bytes that are done and those in all."""
 
 
 def materialize(

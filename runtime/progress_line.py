@@ -6,6 +6,9 @@ import sys
 import time
 from collections.abc import Callable
 
+Progress = Callable[[int, int], None]
+"""Called with how much of a long task is done, and how much there is, in a unit of its own."""
+
 _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_BETWEEN_UPDATES = 0.1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from released_model import released_config
 
 from qwen4exp_trt.builder.plan import ActivationMemory, Plan, PlanRequest, make_plan
-from qwen4exp_trt.builder.weight_bytes import Formats
+from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import EngineLimits
 
 

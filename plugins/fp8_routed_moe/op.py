@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qwen4exp_trt.plugins.experts import FP8_EXPERTS, fp8_gated_mlp, gated_mlp, mix_experts
+from qwen4exp_trt.plugins.experts import (
+    FP8_EXPERTS,
+    float_shared_expert,
+    fp8_gated_mlp,
+    gated_mlp,
+    mix_experts,
+    moe_spec,
+)
 from qwen4exp_trt.plugins.fp8_routed_moe.cases import CASES
 from qwen4exp_trt.plugins.fp8_routed_moe.reference import reference
-from qwen4exp_trt.plugins.packed import NUM_SEQS
-from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
 
 def body(
@@ -41,23 +45,4 @@ def body(
     )
 
 
-SPEC = OpSpec(
-    name="fp8_routed_moe",
-    version=1,
-    inputs=(
-        TensorArg("x", ("T", "H")),
-        TensorArg("router_weight", ("E", "H")),
-        *FP8_EXPERTS,
-        TensorArg("shared_gate_up_proj", ("2*IS", "H")),
-        TensorArg("shared_down_proj", ("H", "IS")),
-        TensorArg("shared_expert_gate", (1, "H")),
-        TensorArg("query_start_loc", ("BP",), "int32"),
-        NUM_SEQS,
-    ),
-    outputs=(TensorArg("out", ("T", "H")),),
-    attrs=(Attr("num_experts_per_tok", "int"), Attr("norm_topk_prob", "int")),
-    body=body,
-    reference=reference,
-    cases=CASES,
-    tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-3},
-)
+SPEC = moe_spec("fp8_routed_moe", "H", FP8_EXPERTS, float_shared_expert("H"), body, reference, CASES)

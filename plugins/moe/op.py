@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qwen4exp_trt.plugins.experts import gated_mlp, mix_experts
+from qwen4exp_trt.plugins.experts import float_shared_expert, gated_mlp, mix_experts, moe_spec
 from qwen4exp_trt.plugins.moe.cases import CASES
 from qwen4exp_trt.plugins.moe.reference import reference
-from qwen4exp_trt.plugins.packed import NUM_SEQS
-from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
+from qwen4exp_trt.plugins.spec import TensorArg
 
 
 def body(
@@ -38,24 +36,12 @@ def body(
     )
 
 
-SPEC = OpSpec(
-    name="moe",
-    version=1,
-    inputs=(
-        TensorArg("x", ("T", "H")),
-        TensorArg("router_weight", ("E", "H")),
-        TensorArg("gate_up_proj", ("E", "2*I", "H")),
-        TensorArg("down_proj", ("E", "H", "I")),
-        TensorArg("shared_gate_up_proj", ("2*IS", "H")),
-        TensorArg("shared_down_proj", ("H", "IS")),
-        TensorArg("shared_expert_gate", (1, "H")),
-        TensorArg("query_start_loc", ("BP",), "int32"),
-        NUM_SEQS,
-    ),
-    outputs=(TensorArg("out", ("T", "H")),),
-    attrs=(Attr("num_experts_per_tok", "int"), Attr("norm_topk_prob", "int")),
-    body=body,
-    reference=reference,
-    cases=CASES,
-    tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-3},
+SPEC = moe_spec(
+    "moe",
+    "H",
+    (TensorArg("gate_up_proj", ("E", "2*I", "H")), TensorArg("down_proj", ("E", "H", "I"))),
+    float_shared_expert("H"),
+    body,
+    reference,
+    CASES,
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qwen4exp_trt.plugins.experts import NVFP4_EXPERTS, mix_experts, nvfp4_gated_mlp
+from qwen4exp_trt.plugins.experts import NVFP4_EXPERTS, mix_experts, moe_spec, nvfp4_gated_mlp
 from qwen4exp_trt.plugins.nvfp4_moe.cases import CASES
 from qwen4exp_trt.plugins.nvfp4_moe.reference import reference
-from qwen4exp_trt.plugins.packed import NUM_SEQS
-from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
+from qwen4exp_trt.plugins.spec import TensorArg
 
 
 def body(
@@ -51,27 +49,12 @@ def body(
     )
 
 
-SPEC = OpSpec(
-    name="nvfp4_moe",
-    version=1,
-    inputs=(
-        TensorArg("x", ("T", "16*HB")),
-        TensorArg("router_weight", ("E", "16*HB")),
-        *NVFP4_EXPERTS,
-        TensorArg("shared_gate_up_proj", ("32*ISB", "16*HB"), "float4_e2m1fn_x2"),
-        TensorArg("shared_gate_up_block_scales", ("32*ISB", "HB"), "float8_e4m3fn"),
-        TensorArg("shared_gate_up_scales", (2,), "float32"),
-        TensorArg("shared_down_proj", ("16*HB", "16*ISB"), "float4_e2m1fn_x2"),
-        TensorArg("shared_down_block_scales", ("16*HB", "ISB"), "float8_e4m3fn"),
-        TensorArg("shared_down_scales", (1,), "float32"),
-        TensorArg("shared_expert_gate", (1, "16*HB")),
-        TensorArg("query_start_loc", ("BP",), "int32"),
-        NUM_SEQS,
-    ),
-    outputs=(TensorArg("out", ("T", "16*HB")),),
-    attrs=(Attr("num_experts_per_tok", "int"), Attr("norm_topk_prob", "int")),
-    body=body,
-    reference=reference,
-    cases=CASES,
-    tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-3},
+_NVFP4_SHARED_EXPERT = (
+    TensorArg("shared_gate_up_proj", ("32*ISB", "16*HB"), "float4_e2m1fn_x2"),
+    TensorArg("shared_gate_up_block_scales", ("32*ISB", "HB"), "float8_e4m3fn"),
+    TensorArg("shared_gate_up_scales", (2,), "float32"),
+    TensorArg("shared_down_proj", ("16*HB", "16*ISB"), "float4_e2m1fn_x2"),
+    TensorArg("shared_down_block_scales", ("16*HB", "ISB"), "float8_e4m3fn"),
+    TensorArg("shared_down_scales", (1,), "float32"),
 )
+SPEC = moe_spec("nvfp4_moe", "16*HB", NVFP4_EXPERTS, _NVFP4_SHARED_EXPERT, body, reference, CASES)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qwen4exp_trt.plugins.experts import NVFP4_EXPERTS, gated_mlp, mix_experts, nvfp4_gated_mlp
+from qwen4exp_trt.plugins.experts import (
+    NVFP4_EXPERTS,
+    float_shared_expert,
+    gated_mlp,
+    mix_experts,
+    moe_spec,
+    nvfp4_gated_mlp,
+)
 from qwen4exp_trt.plugins.nvfp4_routed_moe.cases import CASES
 from qwen4exp_trt.plugins.nvfp4_routed_moe.reference import reference
-from qwen4exp_trt.plugins.packed import NUM_SEQS
-from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
 
 def body(
@@ -43,23 +47,4 @@ def body(
     )
 
 
-SPEC = OpSpec(
-    name="nvfp4_routed_moe",
-    version=1,
-    inputs=(
-        TensorArg("x", ("T", "16*HB")),
-        TensorArg("router_weight", ("E", "16*HB")),
-        *NVFP4_EXPERTS,
-        TensorArg("shared_gate_up_proj", ("2*IS", "16*HB")),
-        TensorArg("shared_down_proj", ("16*HB", "IS")),
-        TensorArg("shared_expert_gate", (1, "16*HB")),
-        TensorArg("query_start_loc", ("BP",), "int32"),
-        NUM_SEQS,
-    ),
-    outputs=(TensorArg("out", ("T", "16*HB")),),
-    attrs=(Attr("num_experts_per_tok", "int"), Attr("norm_topk_prob", "int")),
-    body=body,
-    reference=reference,
-    cases=CASES,
-    tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-3},
-)
+SPEC = moe_spec("nvfp4_routed_moe", "16*HB", NVFP4_EXPERTS, float_shared_expert("16*HB"), body, reference, CASES)

@@ -22,6 +22,7 @@ from quantized_checkpoints import Release, store_bf16, write_random
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from qwen4exp_trt.builder import bundle as bundle_module
 from qwen4exp_trt.builder import convert as convert_module
 from qwen4exp_trt.builder.convert import Conversion, ConvertedFolder
 from qwen4exp_trt.errors import BuildError, CheckpointError
@@ -145,7 +146,7 @@ def test_a_killed_conversion_is_resumed(
     assert partial.endswith(".partial")
     assert planned.convert(folder) == planned.conversions[2:]
     assert set(contents(folder.path)) == {*whole, partial}, "another build may be writing it"
-    monkeypatch.setattr(convert_module, "_STALE_SECONDS", -1)
+    monkeypatch.setattr(bundle_module, "_STALE_SECONDS", -1)
     folder.convert([], None, lambda done, total: None)  # type: ignore[arg-type]
     assert contents(folder.path) == whole
 

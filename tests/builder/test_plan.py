@@ -26,9 +26,10 @@ from released_model import (
 from qwen4exp_trt.builder import plan as plan_module
 from qwen4exp_trt.builder.compile import CompiledProgram
 from qwen4exp_trt.builder.plan import DEVICES, RESERVE_BYTES, PleResidency, make_plan
-from qwen4exp_trt.builder.weight_bytes import Component, Formats, weight_groups
+from qwen4exp_trt.builder.weight_bytes import Component, weight_groups
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
+from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.specs import StateKind
 from qwen4exp_trt.runtime.weight_formats import WeightFormat as F

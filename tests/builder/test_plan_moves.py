@@ -12,7 +12,7 @@ from qwen4exp_trt.builder import plan as plan_module
 from qwen4exp_trt.builder.plan import DEVICES, ActivationMemory, PlanRequest, PleResidency, make_plan
 from qwen4exp_trt.builder.plan_moves import fitting_moves
 from qwen4exp_trt.builder.plan_report import describe_misfit, describe_total
-from qwen4exp_trt.builder.weight_bytes import Formats
+from qwen4exp_trt.passes.choose_formats import Formats
 
 SMALLEST = PUBLISHED_NVFP4 | NVFP4_TABLE
 ON_DISK, NVFP4_PLE, NVFP4_BODY = "--ple-residency disk", "--ple nvfp4", "--precision nvfp4"
