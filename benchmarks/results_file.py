@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -18,12 +20,16 @@ def append_result(name: str, measured: dict[str, Any]) -> None:
         "commit": _describe_commit(),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpus": os.cpu_count(),
-        "gpu": None,
+        "gpu": _gpu_name(),
     }
     path = ROOT / "benchmarks" / "results" / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(run | measured) + "\n")
+
+
+def _gpu_name() -> str | None:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _describe_commit() -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt import plugins
-from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.cuda_body import run_kernels
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec
 
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -59,7 +59,7 @@ def _register(spec: OpSpec) -> None:
         return spec.body(*args)
 
     def run_on_cuda(*args: Any) -> Any:
-        raise PluginError(f"{spec.qualified_name} has no CUDA kernel in this version; run with device='cpu'")
+        return run_kernels(spec, args)
 
     def run_fake(*args: Any) -> Any:
         tensors, attrs = spec.split_args(args)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.dims import Dim, evaluate, is_name, names_in
+from qwen4exp_trt.plugins.kernels import Call, Launcher, Plan, TensorRef, make_plan
 
 NAMESPACE = "q4e"
 
@@ -82,6 +83,7 @@ class OpSpec:
 
     ``body`` is the CPU implementation and ``reference`` the slow float32 oracle; both take the operands and
     attributes by position in the order of ``inputs`` then ``attrs`` and return the outputs (one tensor or a tuple).
+    ``launches`` is the launcher of its CUDA kernels (`plugins.kernels`).
     An ``is_native`` op is no plugin: the builder lowers it to ops that TensorRT has itself.
     ``tolerance`` maps an activation dtype to the bound on RMS(reference - got) / RMS(reference) of each output and
     state; integer outputs are always compared exactly.
@@ -96,6 +98,7 @@ class OpSpec:
     reference: Callable[..., Any]
     cases: tuple[Case, ...]
     tolerance: Mapping[torch.dtype, float]
+    launches: Launcher | None = None
     is_native: bool = False
 
     @property
@@ -197,6 +200,24 @@ class OpSpec:
         """The dtypes of the outputs of a call whose operands have ``dtypes``."""
         activation = self.activation_dtype(dtypes, attrs)
         return [dtypes_of(arg.dtype, activation)[0] for arg in self.outputs]
+
+    def plan(
+        self,
+        shapes: Mapping[str, Sequence[int]],
+        dtypes: Mapping[str, torch.dtype],
+        attrs: Mapping[str, Any],
+        num_sms: int,
+    ) -> Plan:
+        """The kernel launches of a call whose operands have these shapes (in elements) and dtypes."""
+        if self.launches is None:
+            raise PluginError(f"{self.qualified_name} has no CUDA kernel in this version; run with device='cpu'")
+        bound = self.bind_dims(shapes, attrs)
+        operands = {arg.name: (shapes[arg.name], dtypes[arg.name]) for arg in self.inputs}
+        outputs = self.output_dtypes([dtypes[arg.name] for arg in self.inputs], attrs)
+        results = zip(self.outputs, self.output_shapes(bound), outputs, strict=True)
+        operands |= {arg.name: (shape, dtype) for arg, shape, dtype in results}
+        tensors = {name: TensorRef(name, tuple(shape), dtype) for name, (shape, dtype) in operands.items()}
+        return make_plan(self.launches, Call(tensors, bound, attrs, num_sms))
 
     def validate(self) -> None:
         """Programmer's check of the spec itself, run when it is registered."""

@@ -1,0 +1,118 @@
+"""Times GPU work by replays of CUDA graphs, beside a copy of the same bytes.
+
+`cold` flushes the L2 cache before each call: the work of a graph that flushes and calls, less one that only flushes.
+`chained` runs calls on distinct operands back to back, as a model does. A fraction is the time that a copy which moves
+the same bytes takes, measured in the same way and run, over the time of the call.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+ROUNDS = 15
+CALLS = 20
+FLUSH_BYTES = 192 << 20
+
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds a call, and of a copy that moves ``num_bytes`` (read and written bytes added up)."""
+
+    name: str
+    microseconds: float
+    num_bytes: int
+    copy_microseconds: float
+
+    @property
+    def fraction(self) -> float:
+        return self.copy_microseconds / self.microseconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:58} {self.microseconds:9.2f} us  {self.num_bytes / 1e6:9.2f} MB  "
+            f"{self.num_bytes / self.microseconds / 1e3:7.0f} GB/s  {100 * self.fraction:5.1f} % of a copy"
+        )
+
+
+def cold(name: str, work: Work, num_bytes: int) -> Timing:
+    """One call with a cold L2 cache. ``work`` has to be safe to capture; it is run a few times first."""
+    return Timing(name, _cold_microseconds(work), num_bytes, copy_microseconds(num_bytes))
+
+
+def chained(name: str, works: Sequence[Work], num_bytes: int) -> Timing:
+    """The mean of calls back to back in one graph; ``num_bytes`` of one call. Give enough to overflow the L2 cache."""
+    for work in works:
+        work()
+    micros = _graph_microseconds(lambda: [work() for work in works]) / len(works)
+    return Timing(name, micros, num_bytes, _copy_rate_microseconds(num_bytes))
+
+
+@cache
+def copy_microseconds(num_bytes: int) -> float:
+    """A copy with a cold cache that reads and writes ``num_bytes`` altogether."""
+    source = torch.empty(max(num_bytes // 2, 16), dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return _cold_microseconds(lambda: target.copy_(source))
+
+
+@cache
+def _copy_rate_microseconds(num_bytes: int) -> float:
+    """Its share of a copy that is much larger than the cache: what chained calls are compared with."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return _graph_microseconds(lambda: target.copy_(source)) * num_bytes / (2 << 30)
+
+
+def _cold_microseconds(work: Work) -> float:
+    work()
+
+    def flushed_calls() -> None:
+        for _ in range(CALLS):
+            _flush()
+            work()
+
+    return (_graph_microseconds(flushed_calls) - _flush_microseconds()) / CALLS
+
+
+@cache
+def _flush_microseconds() -> float:
+    return _graph_microseconds(lambda: [_flush() for _ in range(CALLS)])
+
+
+@cache
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def _flush() -> None:
+    _flush_buffer().zero_()
+
+
+def _graph_microseconds(work: Work) -> float:
+    """Median of replays of a graph of ``work``."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(ROUNDS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end))
+    return statistics.median(times)

@@ -1,0 +1,90 @@
+"""The CUDA kernels that a program needs, found by asking the launchers; compiled, they go into the bundle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from qwen4exp_trt.plugins.compile import Cubin, compile_kernel, cubin_key, write_atomically
+from qwen4exp_trt.plugins.kernels import Kernel
+from qwen4exp_trt.plugins.registry import spec_of
+from qwen4exp_trt.plugins.spec import OpSpec, element_shape
+from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.program import Program
+
+_SMALL_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
+"""Launchers may choose another kernel at each of the smallest sizes; from there on at powers of two."""
+
+
+def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Kernel]:
+    """Every kernel that a step within ``limits`` may launch on a GPU with ``num_sms`` multiprocessors, each once."""
+    found: dict[Kernel, None] = {}
+    calls = _distinct_calls(program)
+    for dims in _step_dims(limits):
+        for spec, shapes, dtypes, attrs in calls:
+            plan = spec.plan({name: _extents(shape, dims) for name, shape in shapes.items()}, dtypes, attrs, num_sms)
+            found |= dict.fromkeys(launch.kernel for launch in plan.launches)
+    return list(found)
+
+
+def write_kernels(kernels: Sequence[Kernel], arch: str, folder: Path) -> list[Cubin]:
+    """Compile ``kernels`` for ``arch`` into ``folder``, where the runtime finds them by the hash of their content."""
+    cubins = [compile_kernel(kernel, arch) for kernel in kernels]
+    for kernel, cubin in zip(kernels, cubins, strict=True):
+        write_atomically(folder / f"{cubin_key(kernel, arch)}.cubin", cubin.code)
+    return cubins
+
+
+def _step_dims(limits: EngineLimits) -> Iterator[dict[str, int]]:
+    """Sizes of steps, small and large ones."""
+    tokens = {*_SMALL_TOKENS, *(2**n for n in range(7, 17)), limits.max_step_tokens}
+    sequences = {1, 2, 3, 4, 8, 16, 32, 64, limits.max_batch_size}
+    for T, B in product(sorted(tokens), sorted(sequences)):
+        if B <= T <= limits.max_step_tokens and limits.max_batch_size >= B:
+            yield {
+                "T": T,
+                "B": B,
+                "B_plus_1": B + 1,
+                "L": B,
+                "max_blocks": limits.blocks_per_seq,
+                "num_blocks": limits.max_num_blocks,
+                "num_slots": limits.num_slots,
+            }
+
+
+_CallShapes = tuple[OpSpec, dict[str, list[Any]], dict[str, torch.dtype], dict[str, Any]]
+
+
+def _distinct_calls(program: Program) -> list[_CallShapes]:
+    """The calls of ops with kernels that differ in shapes, dtypes or attributes; dynamic extents are dim names."""
+    names, calls = program.dim_names(), {}
+    for node in program.calls():
+        spec = spec_of(node.target)
+        if spec is None or spec.launches is None:
+            continue
+        operands, attrs = spec.split_args(node.args)
+        values = {name: _fake(value) for name, value in operands.items()}
+        shapes = {
+            name: [_dim(extent, names) for extent in element_shape(v.shape, v.dtype)] for name, v in values.items()
+        }
+        call = (spec, shapes, {name: value.dtype for name, value in values.items()}, attrs)
+        calls.setdefault(repr((spec.name, *call[1:])), call)
+    return list(calls.values())
+
+
+def _fake(node: Any) -> torch.Tensor:
+    assert isinstance(node, fx.Node), node
+    return node.meta["val"]
+
+
+def _dim(extent: Any, names: Mapping[str, str]) -> int | str:
+    return extent if isinstance(extent, int) else names[str(extent)]
+
+
+def _extents(shape: Sequence[int | str], dims: Mapping[str, int]) -> list[int]:
+    return [dims[dim] if isinstance(dim, str) else dim for dim in shape]

@@ -1,0 +1,146 @@
+"""Compiles the CUDA kernels to cubins with NVRTC, through ``cuda.core``; needs no GPU. Cubins are cached by content."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.kernels import Kernel, define_flags
+
+SOURCES = Path(__file__).parent
+_INCLUDE = SOURCES / "include"
+_INSTALL = "pip install 'qwen4exp-trt[cuda]'"
+
+
+@dataclass(frozen=True)
+class Cubin:
+    """A compiled kernel, and what ptxas says about it. ``key`` names it in a cache and in a bundle."""
+
+    key: str
+    code: bytes
+    registers: int
+    shared_bytes: int
+    spill_bytes: int
+    stack_bytes: int
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The compiler's name of a compute capability, with the architecture's own instructions from SM100 on: ``sm_121a``."""
+    major, minor = capability
+    if major < 8:
+        raise PluginError(f"the kernels need compute capability 8.0 or later, this GPU has {major}.{minor}")
+    return f"sm_{major}{minor}{'a' if major >= 10 else ''}"
+
+
+def cubin_key(kernel: Kernel, arch: str) -> str:
+    """Hash of all that decides about what a kernel does: source, headers, macros and target."""
+    parts = [kernel.source, kernel.entry, *define_flags(kernel.defines), arch, _source(kernel.source), _headers()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def compile_kernel(kernel: Kernel, arch: str) -> Cubin:
+    """Compile without a cache. `PluginError` with the compiler's message if it fails."""
+    cuda = _cuda_core()
+    options = cuda.ProgramOptions(
+        name=kernel.source,
+        arch=arch,
+        std="c++17",
+        include_path=[str(_INCLUDE), str(SOURCES)],
+        define_macro=define_flags(kernel.defines),
+        ptxas_options=["-v"],
+        device_as_default_execution_space=True,
+    )
+    log = io.StringIO()
+    try:
+        program = cuda.Program(_source(kernel.source), "c++", options)
+        code = program.compile("cubin", logs=log)
+    except Exception as error:
+        raise PluginError(f"{kernel.source} does not compile for {arch} with {kernel.defines}:\n{error}") from error
+    return Cubin(cubin_key(kernel, arch), bytes(code.code), **_resources(log.getvalue(), kernel.entry))
+
+
+def load_cubin(kernel: Kernel, arch: str, folders: Sequence[Path] = ()) -> bytes:
+    """The code of ``kernel``: from one of ``folders`` (of bundles), from the cache, or compiled and kept in the cache."""
+    name = f"{cubin_key(kernel, arch)}.cubin"
+    for folder in folders:
+        if (folder / name).is_file():
+            return (folder / name).read_bytes()
+    cached = cache_dir() / _compiler_version() / name
+    if cached.is_file():
+        return cached.read_bytes()
+    code = compile_kernel(kernel, arch).code
+    write_atomically(cached, code)
+    return code
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write ``path`` under a temporary name, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    os.replace(file.name, path)
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: ``$XDG_CACHE_HOME/qwen4exp-trt/kernels``, by default below ``~/.cache``."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "qwen4exp-trt" / "kernels"
+
+
+@cache
+def _source(path: str) -> str:
+    return (SOURCES / path).read_text()
+
+
+@cache
+def _headers() -> str:
+    """Every CUDA header, since a kernel may include any."""
+    return "\0".join(file.read_text() for file in sorted(SOURCES.rglob("*.cuh")))
+
+
+@cache
+def _cuda_core():
+    try:
+        from cuda import core
+    except ImportError as error:
+        raise PluginError(f"CUDA kernels need cuda-python, which is not installed; run: {_INSTALL}") from error
+    return core
+
+
+@cache
+def _compiler_version() -> str:
+    _cuda_core()
+    from cuda.bindings import nvrtc
+
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise PluginError(f"NVRTC, which compiles the CUDA kernels, is not installed; run: {_INSTALL}") from error
+    return f"nvrtc-{major}.{minor}"
+
+
+def _resources(log: str, entry: str) -> dict[str, int]:
+    """Registers, static shared memory, spills and stack of ``entry``, from the verbose log of ptxas."""
+    start = log.find(f"function '{entry}'")
+    if start < 0:
+        raise PluginError(f'the compiler\'s log does not mention {entry}; is it extern "C"?\n{log}')
+    part = log[start:].split("Compiling entry function", 1)[0]
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, part)
+        return int(found.group(1)) if found else 0
+
+    return {
+        "registers": number(r"Used (\d+) registers"),
+        "shared_bytes": number(r"(\d+) bytes smem"),
+        "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
+        "stack_bytes": number(r"(\d+) bytes stack frame"),
+    }

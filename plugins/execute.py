@@ -1,0 +1,110 @@
+"""Executes plans on a GPU through ``cuda.core``: the one path of torch's ops and of the TensorRT plugins to a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.compile import architecture, load_cubin
+from qwen4exp_trt.plugins.kernels import F32, Kernel, Launch, Plan, ScratchRef, TensorRef
+
+_STATIC_SHARED_LIMIT = 48 * 1024
+"""Dynamic shared memory beyond this has to be asked for."""
+
+_cubin_folders: list[Path] = []
+
+
+def use_cubins(folder: Path) -> None:
+    """Look for compiled kernels in ``folder`` first. Their names are hashes of their content, so order is no matter."""
+    if folder not in _cubin_folders:
+        _cubin_folders.append(folder)
+
+
+def num_multiprocessors(device_index: int) -> int:
+    """Multiprocessors of a GPU."""
+    return _device(device_index).properties.multiprocessor_count
+
+
+def execute(
+    plan: Plan, pointers: Mapping[str, int], scratch: int, semaphores: int, device_index: int, stream: int
+) -> None:
+    """Enqueue the launches of ``plan`` on ``stream`` (a handle); nothing is allocated and nothing is waited for.
+
+    ``pointers``: the device address of every operand and output. ``scratch`` addresses ``plan.scratch_bytes``,
+    ``semaphores`` as many zeroed uint32 as `NUM_SEMAPHORES`.
+    """
+    for launch in plan.launches:
+        kernel, config, fixed = _prepared(launch, device_index)
+        args = [_address(arg, pointers, scratch, semaphores) if value is None else value for arg, value in fixed]
+        _core().launch(_stream(stream), config, kernel, *args)
+
+
+def _address(arg: Any, pointers: Mapping[str, int], scratch: int, semaphores: int) -> int:
+    if isinstance(arg, TensorRef):
+        return pointers[arg.name]
+    return scratch + arg.offset if isinstance(arg, ScratchRef) else semaphores + 4 * arg.index
+
+
+@cache
+def _prepared(launch: Launch, device_index: int) -> tuple[Any, Any, list[tuple[Any, Any]]]:
+    """The loaded kernel, its configuration, and each argument with its value, None for an address."""
+    kernel = _load(launch.kernel, device_index)
+    if launch.shared_bytes > _STATIC_SHARED_LIMIT:
+        _allow_shared_memory(kernel, launch, device_index)
+    config = _core().LaunchConfig(
+        grid=launch.grid,
+        block=launch.threads,
+        shmem_size=launch.shared_bytes,
+        programmatic_stream_serialization=launch.overlaps and _device(device_index).compute_capability.major >= 9,
+    )
+    return kernel, config, [(arg, _value(arg)) for arg in launch.args]
+
+
+def _value(arg: Any) -> Any:
+    if isinstance(arg, F32):
+        return np.float32(arg.value)
+    return np.int32(arg) if isinstance(arg, int) else None
+
+
+@cache
+def _load(kernel: Kernel, device_index: int) -> Any:
+    capability = _device(device_index).compute_capability
+    code = load_cubin(kernel, architecture((capability.major, capability.minor)), tuple(_cubin_folders))
+    return _core().ObjectCode.from_cubin(code, name=kernel.source).get_kernel(kernel.entry)
+
+
+def _allow_shared_memory(kernel: Any, launch: Launch, device_index: int) -> None:
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (result,) = driver.cuKernelSetAttribute(attribute, launch.shared_bytes, kernel.handle, device_index)
+    if result != driver.CUresult.CUDA_SUCCESS:
+        raise PluginError(f"{launch.kernel.entry} needs {launch.shared_bytes} bytes of shared memory: {result.name}")
+
+
+@cache
+def _device(index: int) -> Any:
+    device = _core().Device(index)
+    device.set_current()
+    return device
+
+
+@cache
+def _stream(handle: int) -> Any:
+    return _core().Stream.from_handle(handle)
+
+
+@cache
+def _core() -> Any:
+    try:
+        from cuda import core
+    except ImportError as error:
+        raise PluginError(
+            "running on a GPU needs cuda-python, which is not installed; run: pip install 'qwen4exp-trt[cuda]'"
+        ) from error
+    return core

@@ -1,0 +1,254 @@
+// What the kernels share: number formats, warp and block reductions, tensor-core and copy instructions, the packed batch.
+//
+// No CUDA header is included, so that NVRTC needs none. Every instruction that C++ cannot spell stands here behind a
+// function with a second body for Q4E_EMULATE, which tests compile for the CPU; kernels themselves hold no PTX.
+#pragma once
+
+#ifdef Q4E_EMULATE
+#define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(emulator::dynamic_shared())
+#else
+#define DYNAMIC_SHARED(type, name)                       \
+  extern __shared__ __align__(16) unsigned char q4e_shared[]; \
+  type* name = reinterpret_cast<type*>(q4e_shared)
+#endif
+
+using int64 = long long;
+using uint64 = unsigned long long;
+using uint32 = unsigned int;
+using uint16 = unsigned short;
+using uint8 = unsigned char;
+
+constexpr unsigned FULL_MASK = 0xffffffffu;
+constexpr int WARP = 32;
+
+__device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+__device__ __forceinline__ float negative_infinity() { return __int_as_float(int(0xff800000u)); }
+
+// --- number formats ---------------------------------------------------------------------------------------------
+
+struct bf16 {
+  uint16 bits;
+};
+struct e4m3 {
+  uint8 bits;
+};
+
+__device__ __forceinline__ float bits_to_float(uint32 bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(bf16 x) { return bits_to_float(uint32(x.bits) << 16); }
+// The low and the high of two packed bf16.
+__device__ __forceinline__ float low_bf16(uint32 pair) { return bits_to_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32 pair) { return bits_to_float(pair & 0xffff0000u); }
+
+// Two floats rounded to bf16, nearest even; `low` in the low half.
+__device__ __forceinline__ uint32 pack_bf16(float low, float high) {
+#ifdef Q4E_EMULATE
+  return emulator::bf16_bits(low) | uint32(emulator::bf16_bits(high)) << 16;
+#else
+  uint32 pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ bf16 from_float<bf16>(float x) { return {uint16(pack_bf16(x, 0.f))}; }
+
+// `x` as it is after being stored as a T.
+template <typename T>
+__device__ __forceinline__ float round_to(float x) { return to_float(from_float<T>(x)); }
+
+// E4M3 has the bits of an fp16 whose exponent bias is 8 too small: widened by shifting, corrected by 2^8. Exact for all
+// finite codes. A NaN code (0x7f, 0xff) becomes +-480.
+__device__ __forceinline__ float to_float(e4m3 x) {
+  uint32 magnitude = x.bits & 0x7fu;
+  float value = bits_to_float(magnitude << 20) * bits_to_float((127u + 120u) << 23);  // f32: bias 127 against 7
+  return (x.bits & 0x80u) ? -value : value;
+}
+
+// Nearest even, saturating at 448; NaN stays NaN.
+template <>
+__device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
+  uint32 bits = __float_as_uint(x);
+  uint32 sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {uint8(sign | 0x7fu)};
+  if (magnitude >= 0x43e00000u) return {uint8(sign | 0x7eu)};  // 448 and above
+  if (magnitude < 0x3c800000u) {                               // below 2^-6: steps of 2^-9
+    // Adding 2^14 leaves exactly the multiples of 2^-9, rounded to even.
+    uint32 steps = __float_as_uint(bits_to_float(magnitude) + 16384.f) - 0x46800000u;
+    return {uint8(sign | steps)};
+  }
+  uint32 rounded = magnitude + 0x7ffffu + (magnitude >> 20 & 1u);
+  return {uint8(sign | ((rounded - (120u << 23)) >> 20))};
+}
+
+// NVFP4 weights in registers, for tensor cores. Eight E2M1 codes (a 32-bit word, element 0 in the lowest nibble) become
+// four words of two bf16 each: word i holds elements i and i + 4 (low and high half), times 2^-126, which is where their
+// bits land. `nvfp4_scale` gives a block's scale, times 2^118, in both halves, and `multiply_bf16` their exact product:
+// weight / (global scale * NVFP4_UNIT). The constant belongs into the scale that multiplies the sum.
+constexpr float NVFP4_UNIT = 256.f;
+
+__device__ __forceinline__ void e2m1_words(uint32 codes, uint32 words[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32 nibbles = codes >> (4 * i);  // element i in bits 0-3, element i + 4 in bits 16-19
+    words[i] = (nibbles & 0x00080008u) << 12 | (nibbles & 0x00070007u) << 6;
+  }
+}
+
+// The scale times 2^118 as two equal bf16; `scale` is not negative, as no NVFP4 block scale is.
+__device__ __forceinline__ uint32 nvfp4_scale(e4m3 scale) {
+  float value = bits_to_float(uint32(scale.bits) << 20) * 0x1p127f * 0x1p111f;  // its bits are the value times 2^-120
+  uint32 high = __float_as_uint(value);                                        // four significant bits: exact in bf16
+  return (high & 0xffff0000u) | high >> 16;
+}
+
+// Two bf16 products, rounded to nearest even.
+__device__ __forceinline__ uint32 multiply_bf16(uint32 a, uint32 b) {
+#ifdef Q4E_EMULATE
+  return pack_bf16(low_bf16(a) * low_bf16(b), high_bf16(a) * high_bf16(b));
+#else
+  uint32 product;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
+  return product;
+#endif
+}
+
+// --- reductions -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int lane = WARP / 2; lane > 0; lane /= 2) x += __shfl_xor_sync(FULL_MASK, x, lane);
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int lane = WARP / 2; lane > 0; lane /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, lane));
+  return x;
+}
+
+// Sum over the THREADS threads of the block, in an order that does not vary; every thread gets it.
+template <int THREADS>
+__device__ __forceinline__ float block_sum(float x) {
+  static_assert(THREADS % WARP == 0, "whole warps");
+  __shared__ float partial[THREADS / WARP];
+  x = warp_sum(x);
+  __syncthreads();  // of a call before this one
+  if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP] = x;
+  __syncthreads();
+  float sum = 0.f;
+#pragma unroll
+  for (int warp = 0; warp < THREADS / WARP; ++warp) sum += partial[warp];
+  return sum;
+}
+
+// --- functions --------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
+// log(1 + exp(x)), as torch: x itself above 20.
+__device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
+
+// --- memory -----------------------------------------------------------------------------------------------------
+
+// 16 bytes of read-only data that is used once: kept out of L1.
+__device__ __forceinline__ uint4 load_streaming(const void* from) {
+#ifdef Q4E_EMULATE
+  return *static_cast<const uint4*>(from);
+#else
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+#endif
+}
+
+// Asynchronous copy of 16 bytes from global to shared memory; `valid` false writes zeros and reads nothing.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid = true) {
+#ifdef Q4E_EMULATE
+  *static_cast<uint4*>(shared) = valid ? *static_cast<const uint4*>(global) : uint4{0, 0, 0, 0};
+#else
+  uint32 to = uint32(__cvta_generic_to_shared(shared));
+  int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void commit_copies() {
+#ifndef Q4E_EMULATE
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Waits until at most PENDING of this thread's committed groups are still under way. Other threads' copies need a barrier.
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+#ifndef Q4E_EMULATE
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+
+// --- tensor cores -----------------------------------------------------------------------------------------------
+
+// c[16 x 8] += a[16 x 16] b[16 x 8], bf16 with float32 sums, one warp. With g = lane / 4 and t = lane % 4:
+// a[0], a[1], a[2], a[3] hold columns 2t, 2t + 1 of row g, of row g + 8, and columns 2t + 8, 2t + 9 of row g, of g + 8;
+// b[0], b[1] hold rows 2t, 2t + 1 and 2t + 8, 2t + 9 of column g;
+// c[0..1] are row g, columns 2t, 2t + 1; c[2..3] are row g + 8.
+__device__ __forceinline__ void mma_16x8x16(float c[4], const uint32 a[4], const uint32 b[2]) {
+#ifdef Q4E_EMULATE
+  emulator::mma_16x8x16(c, a, b);
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// --- launches that overlap --------------------------------------------------------------------------------------
+
+// A kernel may start while the one before it on the stream still runs: everything in front of `wait_for_previous` may
+// touch only weights, which no kernel of a step writes. Every thread that touches anything else calls it first, and at
+// least one thread of every block calls it. Below SM90 there is no overlap and nothing to wait for.
+__device__ __forceinline__ void wait_for_previous() {
+#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Lets the next kernel start once every block has called this or ended.
+__device__ __forceinline__ void start_next() {
+#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// True in every thread of the last of `num_blocks` blocks to come here, after which `counter` is zero again. What the
+// other blocks wrote to global memory before they came is visible to it.
+__device__ __forceinline__ bool is_last_block(uint32* counter, int num_blocks) {
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicInc(counter, uint32(num_blocks - 1)) == uint32(num_blocks - 1);
+  __syncthreads();
+  if (is_last) __threadfence();
+  return is_last;
+}
+
+// --- the packed batch -------------------------------------------------------------------------------------------
+
+// The sequence that owns row `token`, or -1 for a row of padding. See plugins/packed.py.
+__device__ __forceinline__ int sequence_of(int token, const int* query_start_loc, const int* num_seqs) {
+  int low = 0, high = *num_seqs;
+  if (token >= query_start_loc[high]) return -1;
+  while (high - low > 1) {  // query_start_loc[low] <= token < query_start_loc[high]
+    int middle = (low + high) / 2;
+    (query_start_loc[middle] <= token ? low : high) = middle;
+  }
+  return low;
+}

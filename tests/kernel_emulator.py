@@ -1,0 +1,110 @@
+"""Executes the plans of launchers on the CPU: kernels compiled by g++ over `emulator/cuda_emulator.h`."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwen4exp_trt.plugins.compile import SOURCES, write_atomically
+from qwen4exp_trt.plugins.kernels import (
+    F32,
+    NUM_SEMAPHORES,
+    Kernel,
+    Plan,
+    ScratchRef,
+    SemaphoreRef,
+    TensorRef,
+    define_flags,
+)
+from qwen4exp_trt.plugins.spec import OpSpec, element_shape
+
+EMULATOR = Path(__file__).parent / "emulator" / "cuda_emulator.h"
+BUILD = Path(__file__).parent.parent / "build" / "emulator"
+NUM_SMS = 4
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-DQ4E_EMULATE"]
+
+
+def run_emulated(spec: OpSpec, args: list[Any], reverse: bool = False, num_sms: int = NUM_SMS) -> tuple[Tensor, ...]:
+    """One call of ``spec`` by its kernels on CPU tensors; states are updated in place. Outputs start as NaN."""
+    tensors, attrs = spec.split_args(args)
+    bound = spec.check_operands(tensors, attrs)
+    shapes = {name: element_shape(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    plan = spec.plan(shapes, dtypes, attrs, num_sms)
+    outputs = {
+        arg.name: poisoned(shape, dtype)
+        for arg, shape, dtype in zip(
+            spec.outputs,
+            spec.output_shapes(bound),
+            spec.output_dtypes([dtypes[arg.name] for arg in spec.inputs], attrs),
+            strict=True,
+        )
+    }
+    execute_emulated(plan, {**tensors, **outputs}, reverse)
+    return tuple(outputs.values())
+
+
+def poisoned(shape: list[int], dtype: torch.dtype) -> Tensor:
+    """NaN, or an absurd integer: what a kernel does not write shows."""
+    return torch.full(shape, torch.nan if dtype.is_floating_point else -(2**30), dtype=dtype)
+
+
+def execute_emulated(plan: Plan, tensors: dict[str, Tensor], reverse: bool = False) -> None:
+    """Run ``plan`` on CPU tensors by name. Raises AssertionError if a kernel leaves a semaphore or never ends."""
+    scratch = torch.full((plan.scratch_bytes + 1,), 255, dtype=torch.uint8)
+    semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32)
+
+    def cell(arg: Any) -> Any:
+        if isinstance(arg, F32):
+            return ctypes.c_float(arg.value)
+        if isinstance(arg, int):
+            return ctypes.c_int32(arg)
+        if isinstance(arg, TensorRef):
+            assert tensors[arg.name].is_contiguous(), arg.name
+            return ctypes.c_void_p(tensors[arg.name].data_ptr())
+        base = scratch.data_ptr() + arg.offset if isinstance(arg, ScratchRef) else semaphores.data_ptr() + 4 * arg.index
+        assert isinstance(arg, ScratchRef | SemaphoreRef), arg
+        return ctypes.c_void_p(base)
+
+    for launch in plan.launches:
+        cells = [cell(arg) for arg in launch.args]
+        addresses = (ctypes.c_void_p * len(cells))(*[ctypes.addressof(c) for c in cells])
+        result = _compiled(launch.kernel)(*launch.grid, launch.threads, launch.shared_bytes, addresses, int(reverse))
+        assert result == 0, f"{launch.kernel.entry}: threads of a block wait for each other for ever"
+        assert not semaphores.any(), f"{launch.kernel.entry} left a semaphore behind"
+
+
+@cache
+def _compiled(kernel: Kernel) -> Any:
+    source = "\n".join(
+        [
+            f'#include "{EMULATOR}"',
+            *(f"#define {flag.replace('=', ' ', 1)}" for flag in define_flags(kernel.defines)),
+            f'#include "{SOURCES / kernel.source}"',
+            f"static void body(void* args) {{ emulator::invoke({kernel.entry}, static_cast<void**>(args)); }}",
+            'extern "C" int run(unsigned x, unsigned y, unsigned z, int threads, size_t shared, void** args, int reverse)',
+            "{ return emulator::launch(body, args, {x, y, z}, threads, shared, reverse); }",
+        ]
+    )
+    headers = [EMULATOR, SOURCES / kernel.source, *sorted(SOURCES.rglob("*.cuh"))]
+    digest = hashlib.sha256("\0".join([source, *FLAGS, *(path.read_text() for path in headers)]).encode()).hexdigest()
+    library = BUILD / f"{kernel.entry}-{digest[:24]}.so"
+    if not library.is_file():
+        with tempfile.TemporaryDirectory() as folder:
+            path, out = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+            path.write_text(source)
+            command = ["g++", *FLAGS, f"-I{SOURCES / 'include'}", f"-I{SOURCES}", str(path), "-o", str(out)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, f"{kernel.source} does not compile for the emulator:\n{done.stderr[:4000]}"
+            write_atomically(library, out.read_bytes())
+    run = ctypes.CDLL(str(library)).run
+    run.argtypes = [ctypes.c_uint] * 3 + [ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int]
+    return run
