@@ -2,8 +2,8 @@
 
     python benchmarks/run_kernels.py [OP ...]
 
-Runs ``benchmarks/kernels/<op>.py`` for each op (default: all), prints a line for each measurement, and appends them to
-``benchmarks/results/kernels.jsonl``. The tests of an op (`make gpu`) come first: a wrong kernel's time is worth nothing.
+Runs ``benchmarks/kernels/<op>.py`` for each op (default: all), prints a line for each measurement, and appends them
+to ``benchmarks/results/kernels.jsonl``. The tests of an op (`make gpu`) come first.
 """
 
 from __future__ import annotations
