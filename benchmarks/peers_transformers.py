@@ -42,7 +42,7 @@ def make_model(config_file: Path, num_layers: int) -> Any:
 @torch.inference_mode()
 def decode_milliseconds(model: Any, context: int) -> float:
     """Median wall time of a step with one new token behind ``context`` tokens."""
-    ids = torch.randint(1000, (1, context), device="cuda")
+    ids = torch.randint(model.config.vocab_size, (1, context), device="cuda")
     cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
     times = []
     for _ in range(STEPS):
