@@ -157,13 +157,14 @@ __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1p
 
 // --- memory -----------------------------------------------------------------------------------------------------
 
-// 16 bytes of read-only data that is used once: kept out of L1.
+// 16 bytes of data that is used once: kept out of L1. Not `.nc`: the compiler moves such a load, as any by `__ldg`, behind
+// a `wait_for_previous` that follows it.
 __device__ __forceinline__ uint4 load_streaming(const void* from) {
 #ifdef Q4E_EMULATE
   return *static_cast<const uint4*>(from);
 #else
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
