@@ -180,6 +180,8 @@ class _OpPlugin:
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
         """Of the largest shapes, on the largest GPU: which one it will be is not known at the build."""
+        if self.spec.launches is None:
+            return 0
         return self._plan([desc.max for desc in inputs], [desc.desc.type for desc in inputs], MAX_SMS).scratch_bytes
 
     def get_valid_tactics(self) -> list[int]:

@@ -57,7 +57,7 @@ class Step:
 
 
 def make_steps(limits: EngineLimits, vocab_size: int, indexer_budget: int, seed: int = 0) -> list[Step]:
-    """Chunks of a prompt beyond the indexer's budget, a prompt beside decoding, decoding, drafts, and drafts taken back.
+    """A prompt beyond the indexer's budget in chunks, one beside decoding, decoding, drafts, and drafts taken back.
 
     Token ids are random. Prompts are as long as ``limits`` allow.
     """

@@ -1,4 +1,4 @@
-"""TensorRT's runtime on a CPU: a module that builds engines like the real one and executes the ONNX they were built from.
+"""TensorRT's runtime on a CPU: a module that executes the ONNX that an engine was built from.
 
 It is strict where TensorRT is, and where it is only silently wrong: every tensor must be bound, every shape inside the
 selected profile, an updated state bound to the address of the state, device memory given.
@@ -32,16 +32,30 @@ class SimulatedTensorRT(ModuleType):
         super().__init__(real.__name__)
         self.real, self.bundle, self.manifest = real, bundle, Manifest.load(bundle)
         self.calls = dict.fromkeys(self.manifest.profiles, 0)
+        self.engine_bytes = (bundle / ENGINE_FILE).read_bytes()
+        self.program = OnnxProgram(onnx.load(bundle / ONNX_FILE))
         self.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
+    @property
+    def run_node(self) -> Any:
+        """Runs a node of the ONNX; to be replaced by a test that damages a kernel."""
+        return self.program._run_node
+
+    @run_node.setter
+    def run_node(self, run: Any) -> None:
+        self.program._run_node = run
+
+    def get_plugin_registry(self) -> Any:
+        return SimpleNamespace(register_creator=lambda creator, namespace: True)
+
     def Runtime(self, log: Any) -> Any:
         return SimpleNamespace(deserialize_cuda_engine=lambda data: self._deserialize(data, log))
 
     def _deserialize(self, data: bytes, log: Any) -> Any:
-        if data != (self.bundle / ENGINE_FILE).read_bytes():
+        if data != self.engine_bytes:
             log.log(self.real.ILogger.ERROR, "not the serialized engine")
             return None
         return _Engine(self)
@@ -49,8 +63,7 @@ class SimulatedTensorRT(ModuleType):
 
 class _Engine:
     def __init__(self, trt: SimulatedTensorRT) -> None:
-        self.trt, self.program = trt, OnnxProgram(onnx.load(trt.bundle / ONNX_FILE))
-        graph = self.program.graph
+        self.trt, graph = trt, trt.program.graph
         self.inputs = {value.name: value for value in graph.input}
         self.outputs = {value.name: value for value in graph.output}
         self.tensors = {**self.inputs, **self.outputs}
@@ -103,7 +116,8 @@ class _Context:
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
         assert self.profile is not None, "no profile is selected"
-        low, _, high = self.engine.profiles[self.profile][name]
+        static = self.engine.get_tensor_shape(name)
+        low, _, high = self.engine.profiles[self.profile].get(name, [static] * 3)
         is_within = len(shape) == len(low) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
         self.shapes[name] = shape
         return is_within
@@ -115,7 +129,7 @@ class _Context:
         if unbound or dynamic - self.shapes.keys() or not self.has_memory or self.profile is None:
             return False
         operands = {name: self._tensor(name, self.shapes.get(name)) for name in engine.inputs}
-        for name, result in engine.program.run(operands).items():
+        for name, result in engine.trt.program.run(operands).items():
             source = next((i for i, operand in operands.items() if operand is result), None)
             if source is None:
                 self._tensor(name, tuple(result.shape)).copy_(result)
