@@ -36,8 +36,8 @@ def resolve_kv_dtype(dtype: str, kv_cache_dtype: str) -> str:
 
 
 def _ple_states(config: ModelConfig, layer: int, dtype: str) -> list[StateSpec]:
-    ids_shape = (NUM_SLOTS, config.ngram_size - 1)
-    rows = (config.ple_conv_kernel_size - 1) * config.ngram_size
+    ids_shape = (NUM_SLOTS, config.ngram_size - 1 + DRAFT_ROWS)
+    rows = (config.ple_conv_kernel_size - 1) * config.ngram_size + DRAFT_ROWS
     conv_shape = (NUM_SLOTS, rows, config.stack_width)
     return [
         _state("ple", layer, StateKind.NGRAM_IDS, ids_shape, "int32", init=config.ngram_eos_token_id),
@@ -95,9 +95,5 @@ def draft_row_bytes(spec: StateSpec) -> int:
             _, heads, _, _ = spec.shape
             assert isinstance(heads, int)
             return 2 * heads * DTYPE_BYTES["float32"]
-        case StateKind.PLE_CONV_STATE:
-            return row_bytes
-        case StateKind.NGRAM_IDS:
-            return DTYPE_BYTES[spec.dtype]
         case _:
             return 0
