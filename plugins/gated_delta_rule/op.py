@@ -49,9 +49,9 @@ def held_lens(committed_len: Tensor, context_lens: Tensor, num_drafts: int) -> T
     held = torch.where(context_lens == 0, 0, held)
     if bool(((held < 0) | (context_lens - held >= num_drafts)).any()):
         raise PluginError(
-            f"q4e::gated_delta_rule: states hold {committed_len.tolist()} tokens (the latest two lengths of each "
-            f"sequence), which at most {num_drafts - 1} rows must bring to the contexts {context_lens.tolist()}; rows of "
-            "a step can be taken back only until the next step, and never the first row or those of a longer step"
+            f"q4e::gated_delta_rule: the states hold {committed_len.tolist()} tokens (the latest two lengths of each "
+            f"sequence), which at most {num_drafts - 1} rows must bring to the contexts {context_lens.tolist()}; of a "
+            f"step of at most {num_drafts} rows any but the first can be taken back, until the next step"
         )
     return held
 
