@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from qwen4exp_trt.plugins.hc_gate_mix.launch import GatedMix, column_blocks, gate_mix, lowrank_bytes, mix_fits
 from qwen4exp_trt.plugins.hc_gate_mix.launch import WARPS as MIX_WARPS
+from qwen4exp_trt.plugins.hc_gate_mix.launch import GatedMix, column_blocks, gate_mix, lowrank_bytes, mix_fits
 from qwen4exp_trt.plugins.hc_norm.launch import norm_launch
 from qwen4exp_trt.plugins.hc_project.launch import (
     FEW_WARPS,

@@ -34,7 +34,11 @@ SPEC = OpSpec(
         TensorArg("weight", ("LR + HC", "HC*H")),
         TensorArg("up_weight", ("HC*H", "LR")),
     ),
-    outputs=(TensorArg("combined", ("T", "HC*H")), TensorArg("mixed", ("T", "H")), TensorArg("next_inject", ("T", "HC"))),
+    outputs=(
+        TensorArg("combined", ("T", "HC*H")),
+        TensorArg("mixed", ("T", "H")),
+        TensorArg("next_inject", ("T", "HC")),
+    ),
     attrs=(Attr("eps", "float"),),
     body=body,
     reference=reference,
