@@ -5,7 +5,7 @@
     mixed = hc_gate_mix(lowrank, up_weight, normed, HC)                      weight, up_weight, eps)
 
 A decode step is a chain of short kernels: the op needs two, and the normed stack stays inside it. A read without a
-pending combine (of the first layer, of the n-gram embedding's sum) or without inject weights (of the final mixer) stays.
+pending combine (of the first layer, of the n-gram embedding's sum) or without inject weights (the final mixer's) stays.
 """
 
 from __future__ import annotations

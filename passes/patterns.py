@@ -79,7 +79,7 @@ class GatedMix:
 
 @dataclass(frozen=True)
 class HcRead:
-    """``hc_combine_norm``, ``hc_project`` and ``hc_gate_mix`` on one stack, the inner results of which nothing else reads."""
+    """``hc_combine_norm``, ``hc_project`` and ``hc_gate_mix`` on one stack; nothing else reads their inner results."""
 
     combine_norm: fx.Node
     project: fx.Node
