@@ -155,6 +155,14 @@ __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 // log(1 + exp(x)), as torch: x itself above 20.
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 
+// Sine and cosine of an angle of up to 2^22 either way, to 1e-6: reduced to a half turn exactly but for one rounding.
+__device__ __forceinline__ void sine_cosine(float angle, float* sine, float* cosine) {
+  const float turns = rintf(angle * 0.15915494f);
+  const float reduced = fmaf(turns, 1.7484555e-7f, fmaf(turns, -6.2831855f, angle));
+  *sine = __sinf(reduced);
+  *cosine = __cosf(reduced);
+}
+
 // --- memory -----------------------------------------------------------------------------------------------------
 
 // 16 bytes of read-only data that is used once: kept out of L1.
@@ -167,6 +175,27 @@ __device__ __forceinline__ uint4 load_streaming(const void* from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
+#endif
+}
+
+// The same of data that a kernel before this one on the stream may have written.
+__device__ __forceinline__ uint4 load_streaming_written(const void* from) {
+#ifdef Q4E_EMULATE
+  return *static_cast<const uint4*>(from);
+#else
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+#endif
+}
+
+// Asks for a line of memory to be brought into L2. Changes nothing, so it may come in front of `wait_for_previous`.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+#ifndef Q4E_EMULATE
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #endif
 }
 
@@ -251,4 +280,30 @@ __device__ __forceinline__ int sequence_of(int token, const int* query_start_loc
     (query_start_loc[middle] <= token ? low : high) = middle;
   }
   return low;
+}
+
+struct TokenPlace {
+  int sequence;  // -1: a row of padding
+  int position;  // of the token in its sequence
+  int context;   // tokens of the sequence before this step
+};
+
+// Where row `token` belongs, found by a whole warp in one round of loads for every 32 of the `batch_size` sequences.
+__device__ __forceinline__ TokenPlace locate_token(int token, const int* query_start_loc, const int* seq_lens,
+                                                   const int* num_seqs, int batch_size) {
+  TokenPlace place = {-1, 0, 0};
+  const int real = *num_seqs, lane = threadIdx.x % WARP;
+  for (int first = 0; first < batch_size && place.sequence < 0; first += WARP) {
+    const int sequence = first + lane;
+    const bool exists = sequence < batch_size;
+    const int start = exists ? query_start_loc[sequence] : 0, end = exists ? query_start_loc[sequence + 1] : 0;
+    const int length = exists ? seq_lens[sequence] : 0;
+    const uint32 owners = __ballot_sync(FULL_MASK, sequence < real && start <= token && token < end);
+    if (owners == 0) continue;
+    const int owner = __ffs(int(owners)) - 1;
+    place.sequence = first + owner;
+    place.position = __shfl_sync(FULL_MASK, length - (end - token), owner);
+    place.context = __shfl_sync(FULL_MASK, length - (end - start), owner);
+  }
+  return place;
 }
