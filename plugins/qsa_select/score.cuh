@@ -2,8 +2,8 @@
 // Macros: ACTIVATION (bf16 or float), HEADS, DIM, RATIO (tokens of a group), PAGE (groups of a page), COUNT (groups to
 // select), TILE_ROWS (rows that share a read of the keys), BLOCK_THREADS.
 //
-// The work is split into items, the keys of 16 groups against TILE_ROWS rows of one sequence, which are dealt out evenly
-// to the blocks by the lengths at hand. Rows that see at most COUNT groups need no scores, and have no items.
+// The work is split into items, the keys of 16 groups against TILE_ROWS rows of one sequence, which are dealt out
+// evenly to the blocks by the lengths at hand. Rows that see at most COUNT groups need no scores, and have no items.
 #pragma once
 #include "q4e.cuh"
 

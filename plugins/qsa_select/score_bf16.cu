@@ -1,8 +1,9 @@
 // Index scores on tensor cores.
 #include "qsa_select/score.cuh"
 
-// Tensor cores: keys are the rows of the product and heads of query rows its columns. A lane reads 16 bytes of a key at a
-// time, which serve as both halves of two steps of k; queries are laid out in the same order, so sums are over the same k.
+// Tensor cores: keys are the rows of the product and heads of query rows its columns. A lane reads 16 bytes of a key
+// at a time, which serve as both halves of two steps of k; queries are laid out in the same order, so sums are over
+// the same k.
 struct TensorCores {
   static constexpr int COLUMNS = HEADS <= 2 ? 2 : HEADS <= 4 ? 4 : 8;  // of a row, the last ones zero
   static constexpr int LANES = COLUMNS / 2;                            // that hold sums of the same row

@@ -1,11 +1,13 @@
-// The COUNT groups of the highest scores of each row, ties to the lower group, in ascending order: a block for each row.
+// The COUNT groups of the highest scores of each row, ties to the lower group, in ascending order: a block for each
+// row.
 // Macros: RATIO (tokens of a group), COUNT (groups to select), BLOCK_THREADS.
 //
-// Scores are bits of floats that are not negative, in the order of their values. The search for the lowest one that is
-// selected counts scores in bins over the range where it must be, and goes on in the one bin where it is. How many come
-// before a score in the order of the groups then settles ties and places. What is searched is all scores of a row, in
-// shared memory, or, if they do not fit, candidates: the COUNT-th highest of the best scores of 16 groups each is a bound
-// from below, which few scores reach as a rule. If more do than there is room for, all are searched where they are.
+// Scores are bits of floats that are not negative, in the order of their values. The search for the lowest one that
+// is selected counts scores in bins over the range where it must be, and goes on in the one bin where it is. How
+// many come before a score in the order of the groups then settles ties and places. What is searched is all scores
+// of a row, in shared memory, or, if they do not fit, candidates: the COUNT-th highest of the best scores of 16
+// groups each is a bound from below, which few scores reach as a rule. If more do than there is room for, all are
+// searched where they are.
 #include "q4e.cuh"
 
 constexpr int WARPS = BLOCK_THREADS / WARP;
@@ -67,8 +69,8 @@ struct Range {
   uint32 low, high;
 };
 
-// Where the COUNT-th highest of the scores is, of which each thread knows the lowest and the highest of some. As soon as
-// COUNT threads know any, it is no lower than the lowest of their highest.
+// Where the COUNT-th highest of the scores is, of which each thread knows the lowest and the highest of some. As
+// soon as COUNT threads know any, it is no lower than the lowest of their highest.
 __device__ __forceinline__ Range range_of(uint32 lowest, uint32 highest, int num_scores) {
   __shared__ Range ranges[WARPS];
   const bool has_any = 4 * threadIdx.x < num_scores;
@@ -87,8 +89,8 @@ struct Threshold {
   int above, within;
 };
 
-// Narrows `range`, in which the COUNT-th highest of `n` scores is and above which there is none, to a bin, until at most
-// `enough` scores are in it or above, or the bin is of a single score.
+// Narrows `range`, in which the COUNT-th highest of `n` scores is and above which there is none, to a bin, until at
+// most `enough` scores are in it or above, or the bin is of a single score.
 __device__ __forceinline__ Threshold find_threshold(const uint32* scores, int n, int enough, Range range) {
   __shared__ uint32 bins[BINS];
   __shared__ Threshold found;
@@ -122,9 +124,10 @@ __device__ __forceinline__ Threshold find_threshold(const uint32* scores, int n,
   }
 }
 
-// Writes the groups of the selected scores in order; `groups` of the scores, or null where a score's place is its group.
-__device__ __forceinline__ void write_selected(const uint32* scores, const int* groups, int n, const Threshold& threshold,
-                                               int* selected) {
+// Writes the groups of the selected scores in order; `groups` of the scores, or null where a score's place is its
+// group.
+__device__ __forceinline__ void write_selected(const uint32* scores, const int* groups, int n,
+                                               const Threshold& threshold, int* selected) {
   constexpr int SHARE = 8;
   // From `sure` on a score is selected; at `threshold.low`, if that is less, the first `ties` are.
   const bool is_exact = threshold.above + threshold.within == COUNT;
@@ -159,8 +162,8 @@ __device__ __forceinline__ void write_selected(const uint32* scores, const int* 
   }
 }
 
-// Collects the scores of at least `bound` with their groups, in the order of the groups. Returns how many they are, or -1
-// if there is no room. `best`: the best score of every 16 groups.
+// Collects the scores of at least `bound` with their groups, in the order of the groups. Returns how many they are,
+// or -1 if there is no room. `best`: the best score of every 16 groups.
 __device__ __forceinline__ int collect(const uint32* scores, const uint32* best, int visible, uint32 bound,
                                        uint32* kept_scores, int* kept_groups) {
   __shared__ int places[BLOCK_THREADS];  // in `best` of those that reach the bound
@@ -198,8 +201,8 @@ __device__ __forceinline__ int collect(const uint32* scores, const uint32* best,
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
-select_groups(const uint32* all_scores, const int* query_start_loc, const int* seq_lens, const int* num_seqs, int* selected,
-              int first_row, int row_stride, int max_items, int batch_size) {
+select_groups(const uint32* all_scores, const int* query_start_loc, const int* seq_lens, const int* num_seqs,
+              int* selected, int first_row, int row_stride, int max_items, int batch_size) {
   __shared__ __align__(16) uint32 kept[CAPACITY];
   int* kept_groups = reinterpret_cast<int*>(kept) + CAPACITY / 2;
   const int row = first_row + blockIdx.x;

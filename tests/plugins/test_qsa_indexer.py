@@ -1,4 +1,4 @@
-"""Sequences of steps through the indexer's kernel, by the emulator: groups across steps, rings that wrap, rejections."""
+"""Sequences of steps through the indexer: groups across steps, rings that wrap, rejections; by the emulator."""
 
 from __future__ import annotations
 
