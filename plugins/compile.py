@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from qwen4exp_trt.plugins.kernels import Kernel, define_flags
 SOURCES = Path(__file__).parent
 _INCLUDE = SOURCES / "include"
 _INSTALL = "pip install 'qwen4exp-trt[cuda]'"
+_MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Cubin:
 def architecture(capability: tuple[int, int]) -> str:
     """The compiler's name of a compute capability, with the architecture's own instructions from SM100 on: ``sm_121a``."""
     major, minor = capability
-    if major < 8:
+    if capability < _MIN_CAPABILITY:
         raise PluginError(f"the kernels need compute capability 8.0 or later, this GPU has {major}.{minor}")
     return f"sm_{major}{minor}{'a' if major >= 10 else ''}"
 
@@ -79,6 +81,22 @@ def load_cubin(kernel: Kernel, arch: str, folders: Sequence[Path] = ()) -> bytes
     code = compile_kernel(kernel, arch).code
     write_atomically(cached, code)
     return code
+
+
+def load_cubins(kernels: Sequence[Kernel], arch: str) -> list[bytes]:
+    """`load_cubin` of each, compiled side by side on all cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda kernel: load_cubin(kernel, arch), kernels))
+
+
+def supported_architectures() -> list[str]:
+    """Every architecture that NVRTC here compiles the kernels for; `PluginError` if it is not installed."""
+    _compiler_version()
+    from cuda.bindings import nvrtc
+
+    error, found = nvrtc.nvrtcGetSupportedArchs()
+    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, error
+    return [architecture(divmod(number, 10)) for number in found if number >= 10 * _MIN_CAPABILITY[0]]
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -18,7 +18,9 @@ PAGES = 8
 
 def step(starts: tuple[int, ...], ends: tuple[int, ...]) -> dict[str, Tensor]:
     """Tokens ``starts[b]`` to ``ends[b]`` of each sequence b; all rows give logits."""
-    ids = [7 * seq + 3 * position + 5 for seq, a, b in zip(SEQS, starts, ends, strict=False) for position in range(a, b)]
+    ids = [
+        7 * seq + 3 * position + 5 for seq, a, b in zip(SEQS, starts, ends, strict=False) for position in range(a, b)
+    ]
     positions = [position for a, b in zip(starts, ends, strict=True) for position in range(a, b)]
     lengths = torch.tensor([0, *(b - a for a, b in zip(starts, ends, strict=True))])
     inputs = {
