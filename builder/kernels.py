@@ -51,7 +51,7 @@ def compile_kernels(program: Program, limits: EngineLimits, targets: Sequence[st
 
 
 def architecture_of_target(target: str) -> str:
-    """The compiler's name of the GPU architecture ``target`` (``sm121``); `BuildError` if it does not compile for it."""
+    """The compiler's name of the GPU architecture ``target`` (``sm121``); `BuildError` if it knows none."""
     choices = {re.sub("_|a$", "", arch): arch for arch in supported_architectures()}
     if target not in choices:
         raise BuildError(

@@ -93,12 +93,9 @@ def load_cubins(kernels: Sequence[Kernel], arch: str) -> list[bytes]:
 
 def supported_architectures() -> list[str]:
     """Every architecture that NVRTC here compiles the kernels for; `PluginError` if it is not installed."""
-    _compiler_version()
-    from cuda.bindings import nvrtc
-
-    error, found = nvrtc.nvrtcGetSupportedArchs()
-    assert error == nvrtc.nvrtcResult.NVRTC_SUCCESS, error
-    return [architecture(divmod(number, 10)) for number in found if number >= 10 * _MIN_CAPABILITY[0]]
+    error, found = _nvrtc().nvrtcGetSupportedArchs()
+    assert not error, error
+    return [architecture(divmod(number, 10)) for number in found if divmod(number, 10) >= _MIN_CAPABILITY]
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -137,14 +134,18 @@ def _cuda_core():
 
 @cache
 def _compiler_version() -> str:
+    _, major, minor = _nvrtc().nvrtcVersion()
+    return f"nvrtc-{major}.{minor}"
+
+
+def _nvrtc() -> Any:
     _cuda_core()
     nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-
     try:
-        _, major, minor = nvrtc.nvrtcVersion()
+        nvrtc.nvrtcVersion()
     except RuntimeError as error:
         raise PluginError(f"NVRTC, which compiles the CUDA kernels, is not installed; run: {_INSTALL}") from error
-    return f"nvrtc-{major}.{minor}"
+    return nvrtc
 
 
 def _resources(log: str, entry: str) -> dict[str, int]:
