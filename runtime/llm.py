@@ -34,7 +34,8 @@ Stream = Generator[StreamChunk, None, None]
 class LLM:
     """Generates text from a bundle.
 
-    ``bundle``: a folder that ``qwen4exp-build`` made. ``backend``: ``eager`` runs the bundle's program in torch.
+    ``bundle``: a folder that ``qwen4exp-build`` made. ``backend``: ``eager`` runs the bundle's program in torch, on the
+    ``device`` ``cpu``, ``cuda`` or ``cuda:N``.
     ``checkpoint``: where the checkpoint is now, if it moved since the build. ``num_blocks``: pages of the KV cache,
     all allocated at once; by default enough for a full batch of the longest sequences, so give fewer where memory is
     short. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. Raises `BundleError`
