@@ -6,7 +6,13 @@ from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
 
-RINGS = (StateKind.INDEX_K_RING, StateKind.INDEX_POSITION_RING, StateKind.CONV_STATE)
+RINGS = (
+    StateKind.CONV_STATE,
+    StateKind.INDEX_K_RING,
+    StateKind.INDEX_POSITION_RING,
+    StateKind.PLE_CONV_STATE,
+    StateKind.NGRAM_IDS,
+)
 """States ``[num_slots, R, ...]`` in which the token at position p has row p % R."""
 
 
@@ -39,8 +45,8 @@ def resolve_kv_dtype(dtype: str, kv_cache_dtype: str) -> str:
 
 
 def _ple_states(config: ModelConfig, layer: int, dtype: str) -> list[StateSpec]:
-    ids_shape = (NUM_SLOTS, config.ngram_size - 1)
-    rows = (config.ple_conv_kernel_size - 1) * config.ngram_size
+    ids_shape = (NUM_SLOTS, config.ngram_size - 1 + DRAFT_ROWS)
+    rows = (config.ple_conv_kernel_size - 1) * config.ngram_size + DRAFT_ROWS
     conv_shape = (NUM_SLOTS, rows, config.stack_width)
     return [
         _state("ple", layer, StateKind.NGRAM_IDS, ids_shape, "int32", init=config.ngram_eos_token_id),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import io
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.kernels import Kernel, define_flags
@@ -33,7 +35,7 @@ class Cubin:
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The compiler's name of a compute capability, with the architecture's own instructions from SM100 on: ``sm_121a``."""
+    """The compiler's name of a compute capability, ``sm_121a``; from SM100 on with its own instructions (``a``)."""
     major, minor = capability
     if major < 8:
         raise PluginError(f"the kernels need compute capability 8.0 or later, this GPU has {major}.{minor}")
@@ -68,7 +70,7 @@ def compile_kernel(kernel: Kernel, arch: str) -> Cubin:
 
 
 def load_cubin(kernel: Kernel, arch: str, folders: Sequence[Path] = ()) -> bytes:
-    """The code of ``kernel``: from one of ``folders`` (of bundles), from the cache, or compiled and kept in the cache."""
+    """The code of ``kernel``: from one of ``folders`` (of bundles), from the cache, or compiled and then cached."""
     name = f"{cubin_key(kernel, arch)}.cubin"
     for folder in folders:
         if (folder / name).is_file():
@@ -109,7 +111,7 @@ def _headers() -> str:
 @cache
 def _cuda_core():
     try:
-        from cuda import core
+        core: Any = importlib.import_module("cuda.core")
     except ImportError as error:
         raise PluginError(f"CUDA kernels need cuda-python, which is not installed; run: {_INSTALL}") from error
     return core
@@ -118,7 +120,7 @@ def _cuda_core():
 @cache
 def _compiler_version() -> str:
     _cuda_core()
-    from cuda.bindings import nvrtc
+    nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
 
     try:
         _, major, minor = nvrtc.nvrtcVersion()

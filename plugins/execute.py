@@ -1,7 +1,8 @@
-"""Executes plans on a GPU through ``cuda.core``: the one path of torch's ops and of the TensorRT plugins to a kernel."""
+"""Executes plans on a GPU through ``cuda.core``: the path of torch's ops and of the TensorRT plugins to a kernel."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -79,7 +80,7 @@ def _load(kernel: Kernel, device_index: int) -> Any:
 
 
 def _allow_shared_memory(kernel: Any, launch: Launch, device_index: int) -> None:
-    from cuda.bindings import driver
+    driver: Any = importlib.import_module("cuda.bindings.driver")
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     (result,) = driver.cuKernelSetAttribute(attribute, launch.shared_bytes, kernel.handle, device_index)
@@ -102,9 +103,8 @@ def _stream(handle: int) -> Any:
 @cache
 def _core() -> Any:
     try:
-        from cuda import core
+        return importlib.import_module("cuda.core")
     except ImportError as error:
         raise PluginError(
             "running on a GPU needs cuda-python, which is not installed; run: pip install 'qwen4exp-trt[cuda]'"
         ) from error
-    return core

@@ -1,8 +1,8 @@
 """What a CUDA launcher returns: launches of kernels, and the shapes from which it derives them.
 
-A launcher is a pure function of shapes, dtypes and attributes: ``launches(call)`` yields the `Launch`es of one call of
-an op. Pointers come later, so the same plan is executed on a GPU by torch's op and by the TensorRT plugin, on the CPU by
-the emulator of the tests, and asked by the builder which kernels a bundle needs.
+A launcher is a pure function of shapes, dtypes and attributes: ``launches(call)`` yields the `Launch`es of one call
+of an op. Pointers come later, so the same plan is executed on a GPU by torch's op and by the TensorRT plugin, on the
+CPU by the emulator of the tests, and asked by the builder which kernels a bundle needs.
 """
 
 from __future__ import annotations

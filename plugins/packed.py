@@ -65,20 +65,11 @@ class PackedBatch:
         rows[: self.num_tokens] = padded[self.seq_of_token, self.offset_of_token]
         return rows
 
-    def load_history(self, state: Tensor, slot_ids: Tensor, init: int = 0) -> Tensor:
-        """The rows of ``state`` ``[S, ...]`` of each sequence, ``init`` for a sequence that has no context yet."""
-        history = state[slot_ids[: len(self.query_lens)].long()]
-        fresh = (self.context_lens == 0).reshape(-1, *[1] * (history.dim() - 1))
-        return torch.where(fresh, torch.full_like(history, init), history)
-
-    def store_last_rows(self, state: Tensor, slot_ids: Tensor, extended: Tensor) -> None:
-        """Keep in ``state`` ``[S, P, ...]`` the P rows that end at each sequence's last token.
-
-        ``extended`` ``[B, P + L, ...]`` is the history followed by the padded new rows.
-        """
-        rows = self.query_lens[:, None] + torch.arange(state.shape[1])
-        last = extended[torch.arange(len(rows))[:, None], rows]
-        state[slot_ids[: len(rows)].long()] = last.to(state.dtype)
+    def load_state(self, state: Tensor, slot_ids: Tensor) -> Tensor:
+        """The row of ``state`` ``[S, ...]`` of each sequence, zeros for a sequence that has no context yet."""
+        rows = state[slot_ids[: len(self.query_lens)].long()]
+        fresh = (self.context_lens == 0).reshape(-1, *[1] * (rows.dim() - 1))
+        return torch.where(fresh, torch.zeros_like(rows), rows)
 
     def load_ring(self, ring: Tensor, slot_ids: Tensor, count: int, init: int = 0) -> Tensor:
         """The ``count`` rows before each sequence's new tokens, ``[B, count, ...]``, oldest first.

@@ -90,7 +90,8 @@ def _compiled(kernel: Kernel) -> Any:
             *(f"#define {flag.replace('=', ' ', 1)}" for flag in define_flags(kernel.defines)),
             f'#include "{SOURCES / kernel.source}"',
             f"static void body(void* args) {{ emulator::invoke({kernel.entry}, static_cast<void**>(args)); }}",
-            'extern "C" int run(unsigned x, unsigned y, unsigned z, int threads, size_t shared, void** args, int reverse)',
+            'extern "C" int run(unsigned x, unsigned y, unsigned z, int threads, size_t shared, void** args,',
+            "                   int reverse)",
             "{ return emulator::launch(body, args, {x, y, z}, threads, shared, reverse); }",
         ]
     )

@@ -47,7 +47,7 @@ def request_for(checkpoint: Formats, batch: int, max_seq_len: int) -> PlanReques
             [
                 (ON_DISK, FP8_KV),
                 (ON_DISK, "--max-batch-size 6"),
-                (ON_DISK, "--max-seq-len 203840"),
+                (ON_DISK, "--max-seq-len 203776"),
                 (NVFP4_PLE, "--max-batch-size 2"),
                 (NVFP4_PLE, "--max-seq-len 61760"),
             ],

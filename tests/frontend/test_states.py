@@ -51,9 +51,9 @@ def test_the_released_states_have_the_published_sizes(released: tuple[StateSpec,
     assert row_bytes[StateKind.CONV_STATE] == 36 * (3 + 8) * 10_240 * 2  # three inputs, and eight rows to take back
     assert row_bytes[StateKind.DRAFT_ROWS] == 36 * 16 * (2048 + 6144 + 96) * 2
     assert row_bytes[StateKind.COMMITTED_LEN] == 36 * 2 * 4
-    assert row_bytes[StateKind.PLE_CONV_STATE] == 9 * 10_240 * 2 == 184_320
+    assert row_bytes[StateKind.PLE_CONV_STATE] == (9 + 8) * 10_240 * 2
     assert row_bytes[StateKind.INDEX_K_RING] == 12 * (3 + 8) * 128 * 2  # an open group, and eight rows to take back
-    assert row_bytes[StateKind.NGRAM_IDS] == 2 * 4
+    assert row_bytes[StateKind.NGRAM_IDS] == (2 + 8) * 4
     assert round(CONTEXT * 24_576 / 1e6) == 805
 
 
