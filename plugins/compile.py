@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from qwen4exp_trt.plugins.kernels import Kernel, define_flags
 SOURCES = Path(__file__).parent
 _INCLUDE = SOURCES / "include"
 _INSTALL = "pip install 'qwen4exp-trt[cuda]'"
+_MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Cubin:
 def architecture(capability: tuple[int, int]) -> str:
     """The compiler's name of a compute capability, ``sm_121a``; from SM100 on with its own instructions (``a``)."""
     major, minor = capability
-    if major < 8:
+    if capability < _MIN_CAPABILITY:
         raise PluginError(f"the kernels need compute capability 8.0 or later, this GPU has {major}.{minor}")
     return f"sm_{major}{minor}{'a' if major >= 10 else ''}"
 
@@ -83,6 +85,19 @@ def load_cubin(kernel: Kernel, arch: str, folders: Sequence[Path] = ()) -> bytes
     return code
 
 
+def load_cubins(kernels: Sequence[Kernel], arch: str) -> list[bytes]:
+    """`load_cubin` of each, compiled side by side on all cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda kernel: load_cubin(kernel, arch), kernels))
+
+
+def supported_architectures() -> list[str]:
+    """Every architecture that NVRTC here compiles the kernels for; `PluginError` if it is not installed."""
+    error, found = _nvrtc().nvrtcGetSupportedArchs()
+    assert not error, error
+    return [architecture(divmod(number, 10)) for number in found if divmod(number, 10) >= _MIN_CAPABILITY]
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``path`` under a temporary name, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,14 +134,18 @@ def _cuda_core():
 
 @cache
 def _compiler_version() -> str:
+    _, major, minor = _nvrtc().nvrtcVersion()
+    return f"nvrtc-{major}.{minor}"
+
+
+def _nvrtc() -> Any:
     _cuda_core()
     nvrtc: Any = importlib.import_module("cuda.bindings.nvrtc")
-
     try:
-        _, major, minor = nvrtc.nvrtcVersion()
+        nvrtc.nvrtcVersion()
     except RuntimeError as error:
         raise PluginError(f"NVRTC, which compiles the CUDA kernels, is not installed; run: {_INSTALL}") from error
-    return f"nvrtc-{major}.{minor}"
+    return nvrtc
 
 
 def _resources(log: str, entry: str) -> dict[str, int]:
