@@ -119,6 +119,12 @@ __device__ __forceinline__ uint32 multiply_bf16(uint32 a, uint32 b) {
 #endif
 }
 
+// The E4M3 codes in bytes 0 and 2 of `codes` as two bf16, exactly; bytes 1 and 3 are ignored. Their bits are put where
+// bf16 has them, which makes the values 2^-120 of what they are. A NaN code becomes +-480.
+__device__ __forceinline__ uint32 e4m3_pair_to_bf16(uint32 codes) {
+  return multiply_bf16((codes & 0x00800080u) << 8 | (codes & 0x007f007fu) << 4, 0x7b807b80u);
+}
+
 // --- reductions -------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -150,6 +156,16 @@ __device__ __forceinline__ float block_sum(float x) {
 
 // --- functions --------------------------------------------------------------------------------------------------
 
+// 2^x by the instruction: two units in the last place, subnormal results are zero.
+__device__ __forceinline__ float exp2_approx(float x) {
+#ifdef Q4E_EMULATE
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 // log(1 + exp(x)), as torch: x itself above 20.
@@ -251,4 +267,30 @@ __device__ __forceinline__ int sequence_of(int token, const int* query_start_loc
     (query_start_loc[middle] <= token ? low : high) = middle;
   }
   return low;
+}
+
+struct TokenPlace {
+  int sequence;  // -1: a row of padding
+  int position;  // of the token in its sequence
+  int context;   // tokens of the sequence before this step
+};
+
+// Where row `token` belongs, found by a whole warp in one round of loads for every 32 of the `batch_size` sequences.
+__device__ __forceinline__ TokenPlace locate_token(int token, const int* query_start_loc, const int* seq_lens,
+                                                   const int* num_seqs, int batch_size) {
+  TokenPlace place = {-1, 0, 0};
+  const int real = *num_seqs, lane = threadIdx.x % WARP;
+  for (int first = 0; first < batch_size && place.sequence < 0; first += WARP) {
+    const int sequence = first + lane;
+    const bool exists = sequence < batch_size;
+    const int start = exists ? query_start_loc[sequence] : 0, end = exists ? query_start_loc[sequence + 1] : 0;
+    const int length = exists ? seq_lens[sequence] : 0;
+    const uint32 owners = __ballot_sync(FULL_MASK, sequence < real && start <= token && token < end);
+    if (owners == 0) continue;
+    const int owner = __ffs(int(owners)) - 1;
+    place.sequence = first + owner;
+    place.position = __shfl_sync(FULL_MASK, length - (end - token), owner);
+    place.context = __shfl_sync(FULL_MASK, length - (end - start), owner);
+  }
+  return place;
 }
