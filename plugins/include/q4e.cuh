@@ -171,6 +171,14 @@ __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 // log(1 + exp(x)), as torch: x itself above 20.
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 
+// Sine and cosine of an angle of up to 2^22 either way, to 1e-6: reduced to a half turn exactly but for one rounding.
+__device__ __forceinline__ void sine_cosine(float angle, float* sine, float* cosine) {
+  const float turns = rintf(angle * 0.15915494f);
+  const float reduced = fmaf(turns, 1.7484555e-7f, fmaf(turns, -6.2831855f, angle));
+  *sine = __sinf(reduced);
+  *cosine = __cosf(reduced);
+}
+
 // --- memory -----------------------------------------------------------------------------------------------------
 
 // 16 bytes of read-only data that is used once: kept out of L1.
@@ -183,6 +191,27 @@ __device__ __forceinline__ uint4 load_streaming(const void* from) {
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
+#endif
+}
+
+// The same of data that a kernel before this one on the stream may have written.
+__device__ __forceinline__ uint4 load_streaming_written(const void* from) {
+#ifdef Q4E_EMULATE
+  return *static_cast<const uint4*>(from);
+#else
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+#endif
+}
+
+// Asks for a line of memory to be brought into L2. Changes nothing, so it may come in front of `wait_for_previous`.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+#ifndef Q4E_EMULATE
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #endif
 }
 
