@@ -154,11 +154,17 @@ struct Accumulator {
 
 // The first `count` query heads at `q` into shared memory, zeros behind them and behind HEAD_DIM.
 __device__ __forceinline__ void load_queries(uint4 (*shared)[Q_STRIDE], const bf16* q, int count) {
+  constexpr int ITEMS = HEADS * 4 * CHUNKS, LOADS = ceil_div(ITEMS, THREADS);
+  Chunk<bf16> loaded[LOADS];
 #pragma unroll
-  for (int i = 0; i < HEADS * 4 * CHUNKS; i += THREADS) {
-    const int head = (i + threadIdx.x) / (4 * CHUNKS), chunk = (i + threadIdx.x) % (4 * CHUNKS);
-    const bool valid = head < count && 8 * chunk < HEAD_DIM;
-    if (head < HEADS) shared[head][chunk] = load_chunk(q + head * HEAD_DIM + 8 * chunk, valid).bits;
+  for (int i = 0; i < LOADS; ++i) {
+    const int item = i * THREADS + threadIdx.x, head = item / (4 * CHUNKS), column = item % (4 * CHUNKS) * 8;
+    loaded[i] = load_chunk(q + head * HEAD_DIM + column, head < count && column < HEAD_DIM);
+  }
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const int item = i * THREADS + threadIdx.x;
+    if (ITEMS % THREADS == 0 || item < ITEMS) shared[item / (4 * CHUNKS)][item % (4 * CHUNKS)] = loaded[i].bits;
   }
 }
 
