@@ -119,6 +119,12 @@ __device__ __forceinline__ uint32 multiply_bf16(uint32 a, uint32 b) {
 #endif
 }
 
+// The E4M3 codes in bytes 0 and 2 of `codes` as two bf16, exactly; bytes 1 and 3 are ignored. Their bits are put where
+// bf16 has them, which makes the values 2^-120 of what they are. A NaN code becomes +-480.
+__device__ __forceinline__ uint32 e4m3_pair_to_bf16(uint32 codes) {
+  return multiply_bf16((codes & 0x00800080u) << 8 | (codes & 0x007f007fu) << 4, 0x7b807b80u);
+}
+
 // --- reductions -------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -150,6 +156,16 @@ __device__ __forceinline__ float block_sum(float x) {
 
 // --- functions --------------------------------------------------------------------------------------------------
 
+// 2^x by the instruction: two units in the last place, subnormal results are zero.
+__device__ __forceinline__ float exp2_approx(float x) {
+#ifdef Q4E_EMULATE
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 // log(1 + exp(x)), as torch: x itself above 20.
