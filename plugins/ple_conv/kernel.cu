@@ -5,7 +5,6 @@
 // The N of a token is its value times one number and the gain. So a block computes that number for its own token and for
 // those of this step that the convolution looks back at; older ones are in the state.
 #include "q4e.cuh"
-#include "packed_row.cuh"
 #include "vector.cuh"
 
 constexpr int WIDTH = STREAMS * HIDDEN, HISTORY = (TAPS - 1) * DILATION, WARPS = BLOCK / WARP;
@@ -104,10 +103,11 @@ ple_conv(const ACTIVATION* stack, const ACTIVATION* key, const ACTIVATION* value
   wait_for_previous();
   start_next();
   const Operands own = load_operands(stack, key, value, token, first, column);
-  const PackedRow row = find_row(token, query_start_loc, seq_lens, slot_ids, num_seqs, batch);
-  if (row.sequence < 0) return;
-  ACTIVATION* ring = ple_conv_state + int64(row.slot) * RING * WIDTH + first;
-  const int in_step = min(TAPS, row.offset / DILATION + 1);
+  const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch);
+  if (place.sequence < 0) return;
+  ACTIVATION* ring = ple_conv_state + int64(slot_ids[place.sequence]) * RING * WIDTH + first;
+  const int length = seq_lens[place.sequence] - place.context;
+  const int in_step = min(TAPS, (place.position - place.context) / DILATION + 1);
   Values taps[TAPS] = {own.value};  // newest first: the value of a token of this step, the N of an older one
   float4 sums[TAPS] = {partial_sums(own, gains, is_mine)};
 #pragma unroll
@@ -115,8 +115,8 @@ ple_conv(const ACTIVATION* stack, const ACTIVATION* key, const ACTIVATION* value
     if (j < in_step) {
       const Operands earlier = load_operands(stack, key, value, token - j * DILATION, first, column);
       taps[j] = earlier.value, sums[j] = partial_sums(earlier, gains, is_mine);
-    } else if (row.position >= j * DILATION) {
-      taps[j] = load_vector<VECTOR>(ring + int64((row.position - j * DILATION) % RING) * WIDTH);
+    } else if (place.position >= j * DILATION) {
+      taps[j] = load_vector<VECTOR>(ring + int64((place.position - j * DILATION) % RING) * WIDTH);
     } else {
       taps[j] = {};
     }
@@ -141,17 +141,18 @@ ple_conv(const ACTIVATION* stack, const ACTIVATION* key, const ACTIVATION* value
     result[i] = to_float(own.query.items[i]) + gate.gate * to_float(own.value.items[i]) + silu(convolved[i]);
   if (is_mine) store_vector(out + int64(token) * WIDTH + first, result);
 
-  if (row.length <= SPARE) {
-    if (is_mine) store_normed(ring + int64(row.position % RING) * WIDTH, own.value, gate.scale, conv_gains);
+  if (length <= SPARE) {
+    if (is_mine) store_normed(ring + int64(place.position % RING) * WIDTH, own.value, gate.scale, conv_gains);
     return;
   }
   // Other blocks of the sequence may still read what this one would replace: the last of them stores for all.
   if (threadIdx.x == 0) scales[blockIdx.x] = gate.scale;
-  if (!is_last_block(counters + row.sequence * STREAMS + stream, row.length) || !is_mine) return;
-  for (int newest = 0; newest < min(row.length, RING); ++newest) {
-    const int behind = row.length - 1 - row.offset - newest, other = token + behind;  // relative to this token
+  if (!is_last_block(counters + place.sequence * STREAMS + stream, length) || !is_mine) return;
+  const int last = place.context + length - 1;
+  for (int position = last; position > last - min(length, RING); --position) {
+    const int other = token + position - place.position;
     const auto values = load_vector<VECTOR>(value + int64(other) * HIDDEN + column);
     const float scale = __ldcg(scales + int64(other) * STREAMS + stream);
-    store_normed(ring + int64((row.position + behind) % RING) * WIDTH, values, scale, conv_gains);
+    store_normed(ring + int64(position % RING) * WIDTH, values, scale, conv_gains);
   }
 }
