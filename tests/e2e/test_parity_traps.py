@@ -34,7 +34,6 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import ConfigError
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.specs import StateKind
 
 PROMPT = random_prompt(61, seed=9, eos=(0, 12, 13, 40))
