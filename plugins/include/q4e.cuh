@@ -93,12 +93,19 @@ __device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
 // weight / (global scale * NVFP4_UNIT). The constant belongs into the scale that multiplies the sum.
 constexpr float NVFP4_UNIT = 256.f;
 
+// A multiplication by 2^a + 2^b places the sign and the magnitude of two nibbles at once, and not on the busy ALU pipe.
 __device__ __forceinline__ void e2m1_words(uint32 codes, uint32 words[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32 nibbles = codes >> (4 * i);  // element i in bits 0-3, element i + 4 in bits 16-19
-    words[i] = (nibbles & 0x00080008u) << 12 | (nibbles & 0x00070007u) << 6;
+  for (int i = 0; i < 2; ++i) {
+    uint32 half = i ? codes >> 8 : codes;  // element 2i in bits 0-3, 2i + 1 in 4-7, 2i + 4 and 2i + 5 16 bits above
+    words[2 * i] = (half & 0x000f000fu) * 0x1040u & 0x81c081c0u;
+    words[2 * i + 1] = (half & 0x00f000f0u) * 0x0104u & 0x81c081c0u;
   }
+}
+
+__device__ __forceinline__ float e2m1_value(uint32 code) {
+  uint32 bits = (code & 8u) << 28 | (code & 7u) << 22;  // times 2^-126
+  return bits_to_float(bits) * 0x1p126f;
 }
 
 // The scale times 2^118 as two equal bf16; `scale` is not negative, as no NVFP4 block scale is.
@@ -117,6 +124,12 @@ __device__ __forceinline__ uint32 multiply_bf16(uint32 a, uint32 b) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
   return product;
 #endif
+}
+
+// The E4M3 codes in bytes 0 and 2 of `codes` as two bf16, exactly; bytes 1 and 3 are ignored. Their bits are put where
+// bf16 has them, which makes the values 2^-120 of what they are. A NaN code becomes +-480.
+__device__ __forceinline__ uint32 e4m3_pair_to_bf16(uint32 codes) {
+  return multiply_bf16((codes & 0x00800080u) << 8 | (codes & 0x007f007fu) << 4, 0x7b807b80u);
 }
 
 // --- reductions -------------------------------------------------------------------------------------------------
