@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -11,19 +12,24 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.plugins.execute import use_cubins
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
+from qwen4exp_trt.runtime.cuda_device import check_total_memory, device_from_name, exact_matmuls
+from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs, move_inputs
 from qwen4exp_trt.runtime.file_identity import identity_differences
-from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, CheckpointRef, Manifest
+from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
+from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("eager",)
+BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
@@ -35,7 +41,10 @@ class Backend(Protocol):
 
 
 class EagerBackend:
-    """The bundle's program itself, op by op in torch. Runs on the CPU in this version."""
+    """The bundle's program itself in torch: op by op on a CPU, and on a GPU by the ops' CUDA kernels.
+
+    On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op.
+    """
 
     def __init__(
         self,
@@ -43,35 +52,80 @@ class EagerBackend:
         manifest: Manifest,
         checkpoint: Path | None,
         num_blocks: int,
+        device: torch.device,
         progress: Progress | None = None,
     ) -> None:
-        self.program = load_program(folder / PROGRAM_DIR)
+        self.program, self.device = load_program(folder / PROGRAM_DIR), device
         files = open_weight_files(folder, manifest, checkpoint)
+        self._check_memory(num_blocks, manifest.limits.num_slots)
         # First, so that a lack of memory shows before weights are read for minutes.
-        self.states = allocate_states(self.program.states, num_blocks, manifest.limits.num_slots)
+        self.states = allocate_states(self.program.states, num_blocks, manifest.limits.num_slots, device)
         logger.info("loading %d weights from %s", len(self.program.weights), ", ".join(str(f.path) for f in files))
         with TensorReader(*files) as reader:
-            self.weights = load_weights(self.program.weights, reader, progress=progress)
+            self.weights = load_weights(self.program.weights, reader, device, progress)
+        self._graphs = None
+        if device.type == "cuda":
+            use_cubins(folder / KERNELS_DIR)
+            self._graphs = DecodeGraphs(self._execute, self.program.inputs, manifest.limits, device)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self.program.run(inputs, self.states, self.weights)["logits"].float()
+        if self._graphs is None:
+            return self._execute(inputs)["logits"].float()
+        with torch.cuda.device(self.device), _steps_that_fit(self.device):
+            results = self._graphs.run(inputs)
+            if results is None:
+                return self._execute(move_inputs(self.program.inputs, inputs, self.device))["logits"].float()
+            # A copy, since the next step overwrites the graph's memory.
+            return results["logits"][: len(inputs["logits_indices"])].to(torch.float32, copy=True)
+
+    def _execute(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with exact_matmuls():
+            return self.program.run(inputs, self.states, self.weights)
+
+    def _check_memory(self, num_blocks: int, num_slots: int) -> None:
+        extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
+        states = sum(spec.row_bytes * extent_of(spec.shape[0], extents) for spec in self.program.states)
+        weights = sum(spec.tensor.num_bytes({}) for spec in self.program.weights)
+        check_total_memory(self.device, states + weights, f"weights and {num_blocks} pages of states")
+
+
+@contextmanager
+def _steps_that_fit(device: torch.device) -> Iterator[None]:
+    """`BundleError` for a step that finds no memory for its intermediate results."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise BundleError(
+            f"no memory is left on {device} for a step; load the bundle with a smaller num_blocks, or build it with a "
+            f"smaller --prefill-chunk: {error}"
+        ) from error
 
 
 def make_backend(
     name: str,
-    device: str,
+    device: str | None,
     folder: Path,
     manifest: Manifest,
     checkpoint: Path | None,
     num_blocks: int,
     progress: Progress | None = None,
 ) -> Backend:
-    """The backend called ``name``, loaded; `BundleError` for one that this version lacks."""
+    """The backend called ``name``, loaded, on ``device`` (None: the CPU for ``eager``, else the GPU).
+
+    `BundleError` for one that there is not, an absent device, or an engine that does not fit.
+    """
     if name not in BACKENDS:
-        raise BundleError(f"backend {name!r} cannot execute in this version; available: {', '.join(BACKENDS)}")
-    if device != "cpu":
-        raise BundleError(f"device {device!r}: the ops have no kernels for it in this version; use device 'cpu'")
-    return EagerBackend(folder, manifest, checkpoint, num_blocks, progress)
+        raise BundleError(f"there is no backend {name!r}; use one of {', '.join(BACKENDS)}")
+    is_eager = name == "eager"
+    chosen = device_from_name(device or ("cpu" if is_eager else "cuda"))
+    if is_eager:
+        return EagerBackend(folder, manifest, checkpoint, num_blocks, chosen, progress)
+    if chosen.type == "cpu":
+        raise BundleError(f"the backend {name!r} executes on a GPU; use device 'cuda', or the backend 'eager'")
+    trt = load_trt(name)
+    check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
+    loaded = EagerBackend(folder, manifest, checkpoint, num_blocks, chosen, progress)
+    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen)
 
 
 def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:
@@ -111,18 +165,20 @@ def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
     raise BundleError(f"{folder}: its converted weights are not at {where}; move them there, or build the bundle again")
 
 
-def allocate_states(specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int) -> dict[str, Tensor]:
+def allocate_states(
+    specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """Every state buffer by name, filled with its initial value; `BundleError` if there is no memory for them."""
     extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
     shapes = [[extent_of(dim, extents) for dim in spec.shape] for spec in specs]
     try:
         return {
-            spec.name: torch.full(shape, spec.init, dtype=dtype_from_name(spec.dtype))
+            spec.name: torch.full(shape, spec.init, dtype=dtype_from_name(spec.dtype), device=device)
             for spec, shape in zip(specs, shapes, strict=True)
         }
     except RuntimeError as error:
         needed = sum(spec.row_bytes * shape[0] for spec, shape in zip(specs, shapes, strict=True))
         raise BundleError(
-            f"cannot allocate {needed / 2**30:,.1f} GiB for the states of {num_slots} sequences and {num_blocks} "
-            f"pages; load the bundle with a smaller num_blocks: {error}"
+            f"cannot allocate {needed / 2**30:,.1f} GiB on {device} for the states of {num_slots} sequences and "
+            f"{num_blocks} pages; load the bundle with a smaller num_blocks: {error}"
         ) from error

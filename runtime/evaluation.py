@@ -139,10 +139,10 @@ def _score_window(llms: Sequence[LLM], token_ids: Sequence[int], vocab_size: int
     for name, rows in zip(("the bundle", "the bundle to compare with"), logits, strict=False):
         if not rows.isfinite().all():
             raise BundleError(f"{name} gives logits that are not finite in window {index} of the text")
-    targets = torch.tensor(token_ids[1:])
+    targets = torch.tensor(token_ids[1:], device=logits[0].device)
     parts = zip(targets.split(_ROWS), *(rows.split(_ROWS) for rows in logits), strict=True)
     compared = [_compare(part_targets, *part_logits) for part_targets, *part_logits in parts]
-    return _Window(*map(torch.cat, zip(*compared, strict=True)))
+    return _Window(*(torch.cat(column).cpu() for column in zip(*compared, strict=True)))
 
 
 def _compare(targets: Tensor, logits: Tensor, base_logits: Tensor | None = None) -> tuple[Tensor, ...]:

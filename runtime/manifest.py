@@ -26,6 +26,7 @@ PROGRAM_DIR = "program"
 ENGINE_FILE = "decoder.engine"
 ONNX_FILE = "decoder.onnx"
 LAYERS_FILE = "layers.json"
+KERNELS_DIR = "kernels"
 
 FORMAT_VERSION = 1
 

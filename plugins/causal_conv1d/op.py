@@ -1,4 +1,4 @@
-"""Depthwise causal convolution with SiLU over packed sequences, with a rolling state of the last inputs."""
+"""Depthwise causal convolution with SiLU over packed sequences, with a ring of the last inputs as state."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def body(
     num_seqs: Tensor,
 ) -> Tensor:
     batch = PackedBatch.from_metadata(x.shape[0], query_start_loc, seq_lens, num_seqs)
-    history = batch.load_history(conv_state, slot_ids)
-    extended = torch.cat([history, batch.pad(x[:, : weight.shape[0]])], 1)
-    batch.store_last_rows(conv_state, slot_ids, extended)
+    channels, kernel_size = weight.shape
+    history = batch.load_ring(conv_state, slot_ids, kernel_size - 1)
+    extended = torch.cat([history, batch.pad(x[:, :channels])], 1)
+    batch.store_ring(conv_state, slot_ids, x[:, :channels])
     return batch.unpad(silu(dilated_causal_conv(extended, weight, dilation=1)).to(x.dtype))
 
 
@@ -35,7 +36,7 @@ SPEC = OpSpec(
     inputs=(
         TensorArg("x", ("T", "N")),  # the first C columns are convolved
         TensorArg("weight", ("C", "KW")),
-        TensorArg("conv_state", ("S", "KW - 1", "C"), mutated=True),
+        TensorArg("conv_state", ("S", "RS", "C"), mutated=True),  # the token at position p has row p % RS
         QUERY_START_LOC,
         SEQ_LENS,
         SLOT_IDS,

@@ -38,7 +38,9 @@ def test_states_have_the_extents_of_their_pools_and_their_initial_values() -> No
 @pytest.mark.parametrize("num_blocks", [2**50, 2**62])
 def test_states_that_do_not_fit_in_memory(num_blocks: int) -> None:
     spec = StateSpec("paged", StateKind.KV_CACHE, 0, (NUM_BLOCKS, 8, 2), "bfloat16")
-    with pytest.raises(BundleError, match=rf"GiB for the states of 3 sequences and {num_blocks} pages; load the"):
+    with pytest.raises(
+        BundleError, match=rf"GiB on cpu for the states of 3 sequences and {num_blocks} pages; load the"
+    ):
         allocate_states((spec,), num_blocks, num_slots=3)
 
 

@@ -1,0 +1,58 @@
+"""The GPU that a bundle runs on: found and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.plugins.compile import architecture
+from qwen4exp_trt.plugins.execute import num_multiprocessors
+
+
+def device_from_name(name: str) -> torch.device:
+    """``cpu``, ``cuda`` or ``cuda:N`` as a device that can execute; `BundleError` for any other or one that is absent.
+
+    `PluginError` for a GPU that the kernels do not run on, or without cuda-python.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise BundleError(f"device {name!r} cannot execute in this version; use 'cpu', 'cuda' or 'cuda:N'")
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        build = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA GPU here"
+        raise BundleError(f"device {name!r}: {build}; use device 'cpu'")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise BundleError(f"device {name!r}: this machine has {torch.cuda.device_count()} GPUs, cuda:0 and on")
+    architecture(torch.cuda.get_device_capability(index))
+    num_multiprocessors(index)
+    return torch.device("cuda", index)
+
+
+def check_total_memory(device: torch.device, num_bytes: int, what: str) -> None:
+    """`BundleError` if ``device`` could not hold ``num_bytes`` for ``what`` even if all of its memory were free."""
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else num_bytes
+    if num_bytes > total:
+        raise BundleError(
+            f"{what} take {num_bytes / 2**30:,.1f} GiB, but {device} has {total / 2**30:,.1f} GiB; load the bundle with "
+            "a smaller num_blocks, or build it with --precision nvfp4 --ple nvfp4"
+        )
+
+
+@contextmanager
+def exact_matmuls() -> Iterator[None]:
+    """Products of float32 without TF32, and sums of BF16 products in float32, whatever the process has chosen."""
+    matmul = torch.backends.cuda.matmul
+    chosen = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
+    matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = "ieee", False
+    try:
+        yield
+    finally:
+        matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = chosen

@@ -1,0 +1,89 @@
+"""Decode steps as CUDA graphs: captured when a shape is first met, replayed with new inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_shape
+from qwen4exp_trt.runtime.specs import TensorSpec
+
+Execute = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Runs a step on inputs by name, all on the GPU, and returns its results there by name."""
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph with the memory that it reads its inputs from and writes its results to."""
+
+    layout: InputLayout
+    inputs: Tensor
+    graph: torch.cuda.CUDAGraph
+    results: Mapping[str, Tensor]
+
+
+class DecodeGraphs:
+    """The decode steps of one program on one GPU.
+
+    A graph takes steps of up to its shape: its inputs are padded. All share one pool of memory, since one runs at a
+    time; so a result is only good until the next replay.
+    """
+
+    def __init__(
+        self, execute: Execute, specs: Sequence[TensorSpec], limits: EngineLimits, device: torch.device
+    ) -> None:
+        self._execute, self._specs, self._limits, self._device = execute, specs, limits, device
+        self._captured: dict[StepShape, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
+        """Enqueue a step on the current stream; None, and nothing is done, if it is not a decode step.
+
+        ``inputs`` are on the CPU. The results have the padded shape; the rows of the step come first. Nothing here
+        waits for the GPU but the capture of a new shape.
+        """
+        shape = captured_shape(inputs, self._limits)
+        if shape is None:
+            return None
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(shape)
+        captured = self._captured[shape]
+        _copy_inputs(captured.layout, inputs, captured.inputs)
+        captured.graph.replay()
+        return captured.results
+
+    def _capture(self, shape: StepShape) -> _Captured:
+        layout = InputLayout(self._specs, shape)
+        buffer = layout.padding().to(self._device)
+        views, graph = layout.views(buffer), torch.cuda.CUDAGraph()
+        # What is loaded, allocated or chosen at a first call has to be there before the capture: one step of padding.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._execute(views)
+        self._stream.synchronize()
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            results = self._execute(views)
+        return _Captured(layout, buffer, graph, results)
+
+
+def move_inputs(
+    specs: Sequence[TensorSpec], inputs: Mapping[str, Tensor], device: torch.device
+) -> Mapping[str, Tensor]:
+    """``inputs`` (on the CPU) on ``device``, as they are."""
+    layout = InputLayout(specs, StepShape.of(inputs))
+    buffer = torch.empty(layout.size, dtype=torch.int32, device=device)
+    _copy_inputs(layout, inputs, buffer)
+    return layout.views(buffer)
+
+
+def _copy_inputs(layout: InputLayout, inputs: Mapping[str, Tensor], target: Tensor) -> None:
+    """Pack ``inputs`` into ``target`` on a GPU by one copy that nobody waits for."""
+    # Torch keeps pinned memory from being reused before the copy has ended.
+    staged = torch.empty(layout.size, dtype=torch.int32, pin_memory=True)
+    layout.pack(inputs, staged)
+    target.copy_(staged, non_blocking=True)

@@ -1,0 +1,107 @@
+"""The inputs of a step in one buffer, padded to fixed sizes, so that one copy brings them to a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
+from qwen4exp_trt.runtime.specs import TensorSpec, extent_of
+
+_ALIGNMENT = 64
+"""Of an input in the buffer, in int32 elements: what an allocation of its own would have."""
+_ROWS_LADDER = (1, 2, 4, DRAFT_ROWS)
+"""Rows a sequence of the steps that are captured."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of a step: sequences, tokens, rows of logits, and columns of the block table."""
+
+    num_seqs: int
+    num_tokens: int
+    num_rows: int
+    num_pages: int
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Tensor]) -> StepShape:
+        """The sizes of these inputs."""
+        num_seqs, num_pages = inputs["block_table"].shape
+        return cls(num_seqs, len(inputs["input_ids"]), len(inputs["logits_indices"]), num_pages)
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The extents of the dynamic dims of inputs and outputs."""
+        return {
+            "T": self.num_tokens,
+            "B": self.num_seqs,
+            "B_plus_1": self.num_seqs + 1,
+            "L": self.num_rows,
+            "max_blocks": self.num_pages,
+        }
+
+
+def captured_shape(inputs: Mapping[str, Tensor], limits: EngineLimits) -> StepShape | None:
+    """The sizes that a decode step is padded to; None for a step with a sequence of more than `DRAFT_ROWS` tokens.
+
+    Few sizes serve all steps: batches of a power of two (or the largest), a power of two of rows a sequence, logits of
+    one row a sequence or of all rows, and the block table of the longest sequence.
+    """
+    lengths = np.diff(inputs["query_start_loc"].numpy())
+    if lengths.max() > DRAFT_ROWS:
+        return None
+    num_seqs = min(1 << (len(lengths) - 1).bit_length(), limits.max_batch_size)
+    num_tokens = next(num_seqs * rows for rows in _ROWS_LADDER if num_seqs * rows >= lengths.sum())
+    num_rows = num_seqs if len(inputs["logits_indices"]) <= num_seqs else num_tokens
+    return StepShape(num_seqs, num_tokens, num_rows, limits.blocks_per_seq)
+
+
+class InputLayout:
+    """Where each input of steps of one shape is in an int32 buffer."""
+
+    def __init__(self, specs: Sequence[TensorSpec], shape: StepShape) -> None:
+        assert all(spec.dtype == "int32" for spec in specs), specs
+        self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        self.size = 0
+        """Elements of the buffer."""
+        for spec in specs:
+            extents = tuple(extent_of(dim, shape.dims) for dim in spec.shape)
+            self._places[spec.name] = slice(self.size, self.size + math.prod(extents)), extents
+            self.size += -(-math.prod(extents) // _ALIGNMENT) * _ALIGNMENT
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The inputs in ``buffer``."""
+        return {name: buffer[place].view(extents) for name, (place, extents) in self._places.items()}
+
+    def pack(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Write ``inputs`` (on the CPU) into ``buffer`` (likewise), behind them what pads a step to the shape.
+
+        Padding sequences have no rows, no tokens and no pages; ``num_seqs`` of the inputs does not count them.
+        """
+        elements = buffer.numpy()
+        for name, (place, extents) in self._places.items():
+            source, target = inputs[name].numpy(), elements[place].reshape(extents)
+            if source.shape != extents:
+                target[...] = _padding(name, source)
+            target[tuple(slice(extent) for extent in source.shape)] = source
+
+    def padding(self) -> Tensor:
+        """A buffer (on the CPU) of a step that is padding only: it changes no state."""
+        buffer = torch.zeros(self.size, dtype=torch.int32)
+        self.views(buffer)["block_table"].fill_(-1)
+        return buffer
+
+
+def _padding(name: str, source: np.ndarray) -> int:
+    match name:
+        case "query_start_loc":
+            return source[-1]
+        case "block_table":
+            return -1
+        case _:
+            return 0
