@@ -55,15 +55,15 @@ struct PartialSums {
   }
 };
 
-// The result of a product, [T, N]: sums times the constant of the format and, if SCALES_ROWS, a scale of each row.
-template <typename Format, typename Output, bool SCALES_ROWS>
+// The result of a product, [T, N]: sums times the constant of the format and, if HAS_ROW_SCALES, a scale of each row.
+template <typename Format, typename Output, bool HAS_ROW_SCALES>
 struct Result {
   Output* out;
   const float* row_scales;
   int rows;
 
   __device__ __forceinline__ float scale(int row) const {
-    return SCALES_ROWS && row < rows ? __ldg(row_scales + row) * Format::UNIT : Format::UNIT;
+    return HAS_ROW_SCALES && row < rows ? __ldg(row_scales + row) * Format::UNIT : Format::UNIT;
   }
   __device__ __forceinline__ void store(int token, int row, float sum, float scale) const {
     out[int64(token) * rows + row] = from_float<Output>(sum * scale);
