@@ -1,4 +1,4 @@
-"""Launches products with a weight in any format: the kernels of ``plugins/linear`` and their geometry."""
+"""Launches of products with a weight in any format: the geometry of the kernels in ``plugins/linear``."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from dataclasses import dataclass
 
 import torch
 
-from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import NUM_SEMAPHORES, Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, c_type
-from qwen4exp_trt.plugins.kernels import TensorRef
+from qwen4exp_trt.plugins.kernels import (
+    NUM_SEMAPHORES,
+    Arg,
+    Call,
+    Kernel,
+    Launch,
+    ScratchRef,
+    SemaphoreRef,
+    TensorRef,
+    c_type,
+)
 
 WARP = 32
-TILE_ROWS = 16
+MOST_FEW = 8
+"""Tokens up to which the kernel that keeps them in shared memory is used."""
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A struct of ``include/weight_formats.cuh``: its elements of K a step of a warp, and those of a lane's 16 bytes."""
+    """A struct of ``include/weight_formats.cuh``: its elements of K a step of a warp, a fourth of them for a lane."""
 
     name: str
     step: int
-
-    @property
-    def lane_elements(self) -> int:
-        return self.step // 4
 
 
 NVFP4 = WeightFormat("Nvfp4", 128)
@@ -35,7 +40,7 @@ BF16 = WeightFormat("Bf16", 32)
 
 @dataclass(frozen=True)
 class Weight:
-    """The operands of a weight ``[N, K]``: ``values``, scales of blocks, and float32 scales of rows ``[N]``."""
+    """A weight ``[N, K]``: its values, scales of blocks, and float32 scales of rows ``[N]``."""
 
     format: WeightFormat
     values: TensorRef
@@ -43,88 +48,181 @@ class Weight:
     row_scales: TensorRef | None = None
 
     @property
+    def rows(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.values.shape[1]
+
+    @property
     def args(self) -> tuple[Arg, ...]:
-        """The kernels' three pointers; those that the format does not read point at the values."""
+        """The kernels' three pointers; a format does not read those that it has not, which point at the values."""
         return self.values, self.block_scales or self.values, self.row_scales or self.values
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The activations ``[T, K]`` of ``dtype``, an operand or scratch."""
+    """Activations ``[T, K]``, an operand or scratch; T is ``count``."""
 
     values: TensorRef | ScratchRef
     dtype: torch.dtype
     count: int
 
 
-MOST_FEW = 8
-"""Tokens up to which `few_tokens` is used."""
-
-
 def product_launches(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Iterator[Launch]:
-    """``out[T, N] = x @ weight.T``: by tensor cores if ``x`` is BF16 and rows of 16 bytes are whole, else element-wise."""
-    if x.dtype != torch.bfloat16 or weight.values.shape[1] % weight.format.lane_elements:
+    """``out[T, N] = x @ weight.T``, by tensor cores where ``x`` is BF16 and a row is whole pieces of 16 bytes."""
+    if x.dtype != torch.bfloat16 or weight.columns % (weight.format.step // 4):
         yield _any_shape(x, weight, out)
-        return
-    partial = call.scratch(_partial_floats(x.count, weight, call.num_sms))
-    if x.count <= MOST_FEW:
-        yield _few_tokens(call, x, weight, out, partial)
+    elif x.count <= MOST_FEW:
+        yield _few_tokens(call, x, weight, out)
     else:
-        yield from _many_tokens(call, x, weight, out, partial)
+        yield from _many_tokens(call, x, weight, out)
 
 
-def _defines(weight: Weight, out: TensorRef, **sizes: int) -> tuple[tuple[str, int | str], ...]:
-    types = {"FORMAT": weight.format.name, "OUTPUT": c_type(out.dtype), "SCALES_ROWS": int(weight.row_scales is not None)}
-    return tuple({**types, **sizes}.items())
+def _defines(weight: Weight, out: TensorRef, **sizes: int) -> tuple[tuple[str, int | float | str], ...]:
+    has_scales = int(weight.row_scales is not None)
+    return (
+        ("FORMAT", weight.format.name),
+        ("OUTPUT", c_type(out.dtype)),
+        ("SCALES_ROWS", has_scales),
+        *sizes.items(),
+    )
 
 
 def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
-    warps, tokens, (rows, columns) = 4, 8, weight.values.shape
+    warps, tokens = 4, 8
     return Launch(
         Kernel("linear/any_shape.cu", "any_shape", (*_defines(weight, out), ("INPUT", c_type(x.dtype)))),
-        grid=(-(-rows // warps), min(-(-x.count // tokens), 65535), 1),
+        grid=(-(-weight.rows // warps), min(-(-x.count // tokens), 65535), 1),
         threads=warps * WARP,
-        args=(x.values, *weight.args, out, x.count, rows, columns),
+        args=(x.values, *weight.args, out, x.count, weight.rows, weight.columns),
     )
 
 
 # --- few tokens -----------------------------------------------------------------------------------------------------
 
-K_WARPS, ROW_TILES = 4, 2
+TILE_ROWS, ROW_TILES, K_WARPS = 16, 2, 4
 BLOCKS_PER_SM = 2
 MOST_STEPS = 5
-"""Steps of a warp that are under way at once: 16 bytes of two rows each, in every lane."""
-MOST_STAGED = 2560
-"""Columns of tokens that a block keeps in shared memory: 44 KiB for 8 tokens."""
-MOST_PARTS = 24
-PARTS_COST = 0.9
-"""What a product in parts of K is worth beside one in a piece: its last blocks wait for each other."""
+"""Steps of a warp that are on their way at once: each 16 bytes of two rows for every lane."""
+MOST_STAGED_COLUMNS = 2560
+"""Of the tokens that a block keeps in shared memory: 44 KiB if there are 8."""
+MOST_PARTS = 16
+MOST_ROWS_IN_PARTS = 8192
+"""Beyond, there is a tile for everybody."""
+WORTH_OF_PARTS = 0.9
+"""Of a product in parts of K beside one in a piece: the last block of a tile waits for the others, then adds up."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How K is shared: ``parts`` for blocks, in each of which a warp has ``segments`` times ``steps`` steps."""
+    """K in ``parts`` for different blocks, in each of which a warp has ``segments`` times ``steps`` steps."""
 
     parts: int
     segments: int
     steps: int
 
 
-def split_columns(columns: int, rows: int, step: int, num_sms: int) -> Split:
-    """The split with the least idle work: of steps beyond K, and of multiprocessors with a tile less than others."""
-    total = -(-columns // step)
-    tiles = -(-rows // TILE_ROWS)
-    best, best_score = None, 0.0
-    for parts in range(1, _most_parts(rows, total) + 1):
-        per_warp = -(-total // (parts * K_WARPS))
-        for steps in range(MOST_STEPS, 0, -1):
-            segments = -(-per_warp // steps)
-            if segments * steps * K_WARPS * step > MOST_STAGED and parts < _most_parts(rows, total):
-                continue
-            used = total / (parts * K_WARPS * segments * steps)
-            loads = parts * tiles / num_sms
-            score = used * loads / math.ceil(loads) * (PARTS_COST if parts > 1 else 1) * (0.9 + 0.02 * steps)
-            if score > best_score:
-                best, best_score = Split(parts, segments, steps), score
-    assert best is not None
-    return best
+def split_columns(rows: int, columns: int, step: int, num_sms: int) -> Split:
+    """The split that leaves the least idle: steps beyond K, and multiprocessors with fewer tiles than others."""
+    total, tiles = -(-columns // step), -(-rows // TILE_ROWS)
+    least_parts = -(-columns // MOST_STAGED_COLUMNS)
+    most_parts = max(least_parts, _most_parts(rows, total))
+
+    def worth(split: Split) -> float:
+        steps = split.parts * K_WARPS * split.segments * split.steps
+        tiles_of_sm = split.parts * tiles / num_sms
+        balance = tiles_of_sm / math.ceil(tiles_of_sm)
+        return total / steps * balance * (WORTH_OF_PARTS if split.parts > 1 else 1) * (1 + 0.02 * split.steps)
+
+    def splits() -> Iterator[Split]:
+        for parts in range(least_parts, most_parts + 1):
+            of_warp = -(-total // (parts * K_WARPS))
+            for steps in range(1, min(of_warp, MOST_STEPS) + 1):
+                yield Split(parts, -(-of_warp // steps), steps)
+
+    return max(splits(), key=worth)
+
+
+def _most_parts(rows: int, steps: int) -> int:
+    return min(MOST_PARTS, -(-steps // K_WARPS)) if rows <= MOST_ROWS_IN_PARTS else 1
+
+
+def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch:
+    form = weight.format
+    split = split_columns(weight.rows, weight.columns, form.step, call.num_sms)
+    tokens = 1 << (x.count - 1).bit_length()
+    groups = form.step // 32
+    padding = 8 // groups if groups > 1 else 0
+    sizes = {"TOKENS": tokens, "STEPS": split.steps, "SEGMENTS": split.segments}
+    blocks = -(-weight.rows // (TILE_ROWS * ROW_TILES))
+    return Launch(
+        Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
+        grid=(min(blocks, max(BLOCKS_PER_SM * call.num_sms // split.parts, 1)), split.parts, 1),
+        threads=ROW_TILES * K_WARPS * WARP,
+        args=(
+            x.values,
+            *weight.args,
+            out,
+            _partial_sums(call, x, weight),
+            SemaphoreRef(),
+            x.count,
+            weight.rows,
+            weight.columns,
+        ),
+        shared_bytes=16 * split.segments * split.steps * K_WARPS * groups * (4 * tokens + padding),
+    )
+
+
+# --- many tokens ----------------------------------------------------------------------------------------------------
+
+BLOCK_ROWS, BLOCK_THREADS, BLOCK_K_WARPS, STAGES = 128, 256, 2, 3
+MOST_TOKENS = 64
+"""Of a tile."""
+
+
+def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Iterator[Launch]:
+    form = weight.format
+    tokens = min(MOST_TOKENS, max(16, 1 << (x.count - 1).bit_length()))
+    tiles, steps = -(-x.count // tokens), -(-weight.columns // form.step)
+    arranged = call.scratch(tiles * tokens, steps * form.step, dtype=torch.bfloat16)
+    units = tiles * tokens * steps * 4
+    yield Launch(
+        Kernel("linear/arrange_tokens.cu", "arrange_tokens", (("FORMAT", form.name), ("TOKENS", tokens))),
+        grid=(min(-(-units // 256), 8 * call.num_sms), 1, 1),
+        threads=256,
+        args=(x.values, arranged, x.count, weight.columns, units),
+    )
+    row_blocks, stages = -(-weight.rows // BLOCK_ROWS), -(-steps // BLOCK_K_WARPS)
+    part_stages = -(-stages // max(1, min(call.num_sms // (tiles * row_blocks), stages // 2)))
+    parts = -(-stages // part_stages)
+    assert parts == 1 or tiles * row_blocks <= NUM_SEMAPHORES
+    yield Launch(
+        Kernel("linear/many_tokens.cu", "many_tokens", _defines(weight, out, TOKENS=tokens)),
+        grid=(tiles, row_blocks, parts),
+        threads=BLOCK_THREADS,
+        args=(
+            arranged,
+            *weight.args,
+            out,
+            _partial_sums(call, x, weight),
+            SemaphoreRef(),
+            x.count,
+            weight.rows,
+            weight.columns,
+            part_stages,
+        ),
+        shared_bytes=tokens * max(
+            2 * STAGES * BLOCK_K_WARPS * form.step,
+            4 * BLOCK_K_WARPS * (BLOCK_ROWS + 4),
+        ),
+    )
+
+
+def _partial_sums(call: Call, x: Tokens, weight: Weight) -> ScratchRef:
+    """Scratch for the sums of all parts of K, of a size that neither more tokens nor more multiprocessors reduce."""
+    columns_parts = max(_most_parts(weight.rows, -(-weight.columns // weight.format.step)), -(-weight.columns // MOST_STAGED_COLUMNS))
+    few = columns_parts * min(x.count, MOST_FEW) * weight.rows if columns_parts > 1 else 0
+    many = call.num_sms * MOST_TOKENS * BLOCK_ROWS if call.num_sms >= 2 * -(-weight.rows // BLOCK_ROWS) else 0
+    return call.scratch(max(few, many if x.count > MOST_FEW else 0))

@@ -105,7 +105,7 @@ struct Fp8Blocks {
   struct Rows {
     const uint8* codes[2];
     const float* scales[2];
-    int k;
+    int k, last_block;
   };
   struct Fragment {
     uint4 codes[2];
@@ -120,15 +120,16 @@ struct Fp8Blocks {
       rows.codes[i] = static_cast<const uint8*>(codes) + int64(row) * columns + k;
       rows.scales[i] = static_cast<const float*>(scales) + int64(row / BLOCK) * ceil_div(columns, BLOCK);
     }
-    rows.k = k;
+    rows.k = k, rows.last_block = (columns - 1) / BLOCK;
     return rows;
   }
+  // The scales also in lanes whose codes are beyond K: they hold sums of the others.
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
     Fragment fragment;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       fragment.codes[i] = load_weight(rows.codes[i] + offset, valid);
-      fragment.scales[i] = valid ? __ldg(rows.scales[i] + (rows.k + offset) / BLOCK) : 0.f;
+      fragment.scales[i] = __ldg(rows.scales[i] + min((rows.k + offset) / BLOCK, rows.last_block));
     }
     return fragment;
   }
