@@ -27,15 +27,19 @@ MOST_FEW = 8
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A struct of ``include/weight_formats.cuh``: its elements of K a step of a warp, a fourth of them for a lane."""
+    """A struct of ``include/weight_formats.cuh``.
+
+    A step of a warp is ``step`` elements of K, a fourth of them for a lane. ``most_tokens`` fit the registers at once.
+    """
 
     name: str
     step: int
+    most_tokens: int
 
 
-NVFP4 = WeightFormat("Nvfp4", 128)
-FP8_BLOCKS = WeightFormat("Fp8Blocks", 64)
-BF16 = WeightFormat("Bf16", 32)
+NVFP4 = WeightFormat("Nvfp4", 128, most_tokens=64)
+FP8_BLOCKS = WeightFormat("Fp8Blocks", 64, most_tokens=32)
+BF16 = WeightFormat("Bf16", 32, most_tokens=64)
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,10 @@ def product_launches(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> I
         yield from _many_tokens(call, x, weight, out)
 
 
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def _defines(weight: Weight, out: TensorRef, **sizes: int) -> tuple[tuple[str, int | float | str], ...]:
     has_scales = int(weight.row_scales is not None)
     return (
@@ -94,7 +102,7 @@ def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
     warps, tokens = 4, 8
     return Launch(
         Kernel("linear/any_shape.cu", "any_shape", (*_defines(weight, out), ("INPUT", c_type(x.dtype)))),
-        grid=(-(-weight.rows // warps), min(-(-x.count // tokens), 65535), 1),
+        grid=(_ceil_div(weight.rows, warps), min(_ceil_div(x.count, tokens), 65535), 1),
         threads=warps * WARP,
         args=(x.values, *weight.args, out, x.count, weight.rows, weight.columns),
     )
@@ -126,9 +134,8 @@ class Split:
 
 def split_columns(rows: int, columns: int, step: int, num_sms: int) -> Split:
     """The split that leaves the least idle: steps beyond K, and multiprocessors with fewer tiles than others."""
-    total, tiles = -(-columns // step), -(-rows // TILE_ROWS)
-    least_parts = -(-columns // MOST_STAGED_COLUMNS)
-    most_parts = max(least_parts, _most_parts(rows, total))
+    total, tiles = _ceil_div(columns, step), _ceil_div(rows, TILE_ROWS)
+    least_parts, most_parts = _range_of_parts(rows, columns, step)
 
     def worth(split: Split) -> float:
         steps = split.parts * K_WARPS * split.segments * split.steps
@@ -138,15 +145,18 @@ def split_columns(rows: int, columns: int, step: int, num_sms: int) -> Split:
 
     def splits() -> Iterator[Split]:
         for parts in range(least_parts, most_parts + 1):
-            of_warp = -(-total // (parts * K_WARPS))
+            of_warp = _ceil_div(total, parts * K_WARPS)
             for steps in range(1, min(of_warp, MOST_STEPS) + 1):
-                yield Split(parts, -(-of_warp // steps), steps)
+                yield Split(parts, _ceil_div(of_warp, steps), steps)
 
     return max(splits(), key=worth)
 
 
-def _most_parts(rows: int, steps: int) -> int:
-    return min(MOST_PARTS, -(-steps // K_WARPS)) if rows <= MOST_ROWS_IN_PARTS else 1
+def _range_of_parts(rows: int, columns: int, step: int) -> tuple[int, int]:
+    """The smallest and the largest number of parts of K."""
+    least = _ceil_div(columns, MOST_STAGED_COLUMNS)
+    most = min(MOST_PARTS, _ceil_div(columns, step * K_WARPS)) if rows <= MOST_ROWS_IN_PARTS else 1
+    return least, max(least, most)
 
 
 def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch:
@@ -155,8 +165,8 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
     tokens = 1 << (x.count - 1).bit_length()
     groups = form.step // 32
     padding = 8 // groups if groups > 1 else 0
-    sizes = {"TOKENS": tokens, "STEPS": split.steps, "SEGMENTS": split.segments}
-    blocks = -(-weight.rows // (TILE_ROWS * ROW_TILES))
+    sizes = {"TOKENS": tokens, "STEPS": split.steps, "SEGMENTS": split.segments, "BLOCKS_PER_SM": BLOCKS_PER_SM}
+    blocks = _ceil_div(weight.rows, TILE_ROWS * ROW_TILES)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
         grid=(min(blocks, max(BLOCKS_PER_SM * call.num_sms // split.parts, 1)), split.parts, 1),
@@ -178,25 +188,23 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
 # --- many tokens ----------------------------------------------------------------------------------------------------
 
 BLOCK_ROWS, BLOCK_THREADS, BLOCK_K_WARPS, STAGES = 128, 256, 2, 3
-MOST_TOKENS = 64
-"""Of a tile."""
 
 
 def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Iterator[Launch]:
     form = weight.format
-    tokens = min(MOST_TOKENS, max(16, 1 << (x.count - 1).bit_length()))
-    tiles, steps = -(-x.count // tokens), -(-weight.columns // form.step)
+    tokens = min(form.most_tokens, max(16, 1 << (x.count - 1).bit_length()))
+    tiles, steps = _ceil_div(x.count, tokens), _ceil_div(weight.columns, form.step)
     arranged = call.scratch(tiles * tokens, steps * form.step, dtype=torch.bfloat16)
     units = tiles * tokens * steps * 4
     yield Launch(
         Kernel("linear/arrange_tokens.cu", "arrange_tokens", (("FORMAT", form.name), ("TOKENS", tokens))),
-        grid=(min(-(-units // 256), 8 * call.num_sms), 1, 1),
+        grid=(min(_ceil_div(units, 256), 8 * call.num_sms), 1, 1),
         threads=256,
         args=(x.values, arranged, x.count, weight.columns, units),
     )
-    row_blocks, stages = -(-weight.rows // BLOCK_ROWS), -(-steps // BLOCK_K_WARPS)
+    row_blocks, stages = _ceil_div(weight.rows, BLOCK_ROWS), _ceil_div(steps, BLOCK_K_WARPS)
     part_stages = -(-stages // max(1, min(call.num_sms // (tiles * row_blocks), stages // 2)))
-    parts = -(-stages // part_stages)
+    parts = _ceil_div(stages, part_stages)
     assert parts == 1 or tiles * row_blocks <= NUM_SEMAPHORES
     yield Launch(
         Kernel("linear/many_tokens.cu", "many_tokens", _defines(weight, out, TOKENS=tokens)),
@@ -213,7 +221,8 @@ def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Itera
             weight.columns,
             part_stages,
         ),
-        shared_bytes=tokens * max(
+        shared_bytes=tokens
+        * max(
             2 * STAGES * BLOCK_K_WARPS * form.step,
             4 * BLOCK_K_WARPS * (BLOCK_ROWS + 4),
         ),
@@ -222,7 +231,9 @@ def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Itera
 
 def _partial_sums(call: Call, x: Tokens, weight: Weight) -> ScratchRef:
     """Scratch for the sums of all parts of K, of a size that neither more tokens nor more multiprocessors reduce."""
-    columns_parts = max(_most_parts(weight.rows, -(-weight.columns // weight.format.step)), -(-weight.columns // MOST_STAGED_COLUMNS))
-    few = columns_parts * min(x.count, MOST_FEW) * weight.rows if columns_parts > 1 else 0
-    many = call.num_sms * MOST_TOKENS * BLOCK_ROWS if call.num_sms >= 2 * -(-weight.rows // BLOCK_ROWS) else 0
-    return call.scratch(max(few, many if x.count > MOST_FEW else 0))
+    form = weight.format
+    _, parts = _range_of_parts(weight.rows, weight.columns, form.step)
+    floats = parts * min(x.count, MOST_FEW) * weight.rows if parts > 1 else 0
+    if x.count > MOST_FEW and call.num_sms >= 2 * _ceil_div(weight.rows, BLOCK_ROWS):
+        floats = max(floats, call.num_sms * form.most_tokens * BLOCK_ROWS)
+    return call.scratch(floats)

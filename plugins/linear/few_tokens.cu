@@ -52,7 +52,7 @@ __device__ __forceinline__ void add_parts(const PartialSums& partial, const Resu
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 few_tokens(const bf16* x, const void* weight, const void* block_scales, const float* row_scales, OUTPUT* out,
            float* partial_sums, uint32* arrivals, int tokens, int rows, int columns) {
   DYNAMIC_SHARED(uint4, staged);

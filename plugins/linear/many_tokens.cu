@@ -45,15 +45,15 @@ many_tokens(const uint4* arranged, const void* weight, const void* block_scales,
 #pragma unroll
   for (int i = 0; i < DEPTH; ++i) load(i, fragments[i]);
 
-  const uint4* tile = arranged + int64(blockIdx.x) * steps * STEP_UNITS;
+  // A stage is K_WARPS steps in a row. Steps beyond the part's are zeros: fragments of them are zero as well.
+  const uint4* tile = arranged + (int64(blockIdx.x) * steps + first_step) * STEP_UNITS + threadIdx.x;
   auto copy_stage = [&](int stage) {
+    const uint4* source = tile + int64(stage) * STAGE_UNITS;
+    uint4* target = staged + stage % STAGES * STAGE_UNITS + threadIdx.x;
+    const int units = (last_step - first_step - stage * K_WARPS) * STEP_UNITS - int(threadIdx.x);
 #pragma unroll
-    for (int i = 0; i < ceil_div(STAGE_UNITS, THREADS); ++i) {
-      const int unit = i * THREADS + threadIdx.x, step = first_step + stage * K_WARPS + unit / STEP_UNITS;
-      if (unit < STAGE_UNITS)
-        copy_async_16(staged + stage % STAGES * STAGE_UNITS + unit, tile + int64(step) * STEP_UNITS + unit % STEP_UNITS,
-                      step < last_step);
-    }
+    for (int i = 0; i < STAGE_UNITS; i += THREADS)
+      if (i + THREADS <= STAGE_UNITS || i + threadIdx.x < STAGE_UNITS) copy_async_16(target + i, source + i, i < units);
     commit_copies();
   };
   wait_for_previous();
