@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from qwen4exp_trt.builder.weight_bytes import Component, WeightGroup, weight_groups
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.states import draft_row_bytes, resolve_kv_dtype, state_specs
+from qwen4exp_trt.frontend.states import RINGS, resolve_kv_dtype, state_specs
 from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES, StateKind, StateSpec
@@ -117,8 +117,6 @@ class Plan:
     request: PlanRequest
     weights: tuple[WeightGroup, ...]
     states: Mapping[StateKind, StateUse]
-    draft_bytes: int
-    """What a sequence keeps so that any number of its `DRAFT_ROWS` rows can be accepted."""
 
     @property
     def device(self) -> Device | None:
@@ -150,8 +148,8 @@ class Plan:
 
     @property
     def sequence_bytes(self) -> int:
-        """States of one sequence, with what taking back draft tokens needs."""
-        return sum(use.num_bytes for use in self.states.values()) + self.draft_bytes
+        """States of one sequence."""
+        return sum(use.num_bytes for use in self.states.values())
 
     @property
     def state_bytes(self) -> int:
@@ -203,17 +201,25 @@ def make_plan(request: PlanRequest) -> Plan:
         request=request,
         weights=weight_groups(request.config, formats, request.activation_dtype),
         states=states,
-        draft_bytes=DRAFT_ROWS * sum(map(draft_row_bytes, specs)),
     )
 
 
 def _state_use(request: PlanRequest, spec: StateSpec) -> StateUse:
-    """Per-sequence states are read and written; of the KV cache a token reads what it selects, of index keys all."""
+    """Of the KV cache a token reads what it selects, of index keys all."""
     if not spec.is_paged:
-        return StateUse(spec.row_bytes, 2 * spec.row_bytes)
+        return StateUse(spec.row_bytes, _slot_token_bytes(spec))
     config, limits = request.config, request.limits
     tokens = limits.max_seq_len
     if spec.kind is StateKind.KV_CACHE and config.indexer_budget is not None:
         assert config.indexer_compress_ratio is not None
         tokens = min(tokens, config.indexer_budget + config.indexer_compress_ratio - 1)
     return StateUse(limits.blocks_per_seq * spec.row_bytes, tokens * spec.row_bytes // limits.block_size)
+
+
+def _slot_token_bytes(spec: StateSpec) -> int:
+    """States are read and written; of a ring a token reads the rows before it and writes its own; no draft is open."""
+    if spec.kind in RINGS:
+        rows = spec.shape[1]
+        assert isinstance(rows, int)
+        return spec.row_bytes // rows * (rows - DRAFT_ROWS + 1)
+    return 0 if spec.kind is StateKind.DRAFT_ROWS else 2 * spec.row_bytes

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from qwen4exp_trt.builder.plan import RESERVE_BYTES, Plan, PleResidency
 from qwen4exp_trt.builder.plan_moves import MOVES, Move, fitting_moves
 from qwen4exp_trt.builder.weight_bytes import WeightGroup
-from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 _NAME_WIDTH = 22
@@ -72,7 +71,6 @@ def _state_lines(plan: Plan) -> Iterator[str]:
     yield _line("states", "of a sequence", "moved a token")
     for kind, use in plan.states.items():
         yield _line(f"  {kind}", size(use.num_bytes), traffic(use.token_bytes))
-    yield _line("  draft verification", size(plan.draft_bytes), "", f"to accept any number of {DRAFT_ROWS} rows")
     yield _line("  in all", size(plan.sequence_bytes), traffic(sum(use.token_bytes for use in plan.states.values())))
 
 

@@ -42,6 +42,8 @@ class GatedDeltaNet(nn.Module):
             self.dt_bias,
             self.norm.weight,
             states[self.layer, StateKind.RECURRENT_STATE],
+            states[self.layer, StateKind.DRAFT_ROWS],
+            states[self.layer, StateKind.COMMITTED_LEN],
             *batch.slots,
             self.num_k_heads,
             self.eps,

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
-from qwen4exp_trt.runtime.specs import DTYPE_BYTES, NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
+
+RINGS = (
+    StateKind.CONV_STATE,
+    StateKind.INDEX_K_RING,
+    StateKind.INDEX_POSITION_RING,
+    StateKind.PLE_CONV_STATE,
+    StateKind.NGRAM_IDS,
+)
+"""States ``[num_slots, R, ...]`` in which the token at position p has row p % R."""
 
 
 def state_specs(
@@ -14,8 +23,8 @@ def state_specs(
 
     ``dtype`` is the activation dtype (``bfloat16`` or ``float32``), and so is ``kv_cache_dtype`` when it is ``auto``;
     else it is ``float8_e4m3fn``. ``block_size`` counts the tokens of a page of the KV cache and must be a multiple of
-    ``indexer_compress_ratio``. The rings of raw index keys keep the open group even when ``DRAFT_ROWS`` tokens behind
-    it are taken back.
+    ``indexer_compress_ratio``. Rings have `DRAFT_ROWS` more rows than an op looks back, so that as many tokens can be
+    taken back.
     """
     kv_dtype = resolve_kv_dtype(dtype, kv_cache_dtype)
     states: list[StateSpec] = []
@@ -36,8 +45,8 @@ def resolve_kv_dtype(dtype: str, kv_cache_dtype: str) -> str:
 
 
 def _ple_states(config: ModelConfig, layer: int, dtype: str) -> list[StateSpec]:
-    ids_shape = (NUM_SLOTS, config.ngram_size - 1)
-    rows = (config.ple_conv_kernel_size - 1) * config.ngram_size
+    ids_shape = (NUM_SLOTS, config.ngram_size - 1 + DRAFT_ROWS)
+    rows = (config.ple_conv_kernel_size - 1) * config.ngram_size + DRAFT_ROWS
     conv_shape = (NUM_SLOTS, rows, config.stack_width)
     return [
         _state("ple", layer, StateKind.NGRAM_IDS, ids_shape, "int32", init=config.ngram_eos_token_id),
@@ -46,12 +55,16 @@ def _ple_states(config: ModelConfig, layer: int, dtype: str) -> list[StateSpec]:
 
 
 def _linear_attention_states(config: ModelConfig, layer: int, dtype: str) -> list[StateSpec]:
-    conv_shape = (NUM_SLOTS, config.linear_conv_kernel_dim - 1, config.linear_conv_dim)
     heads, key_dim, value_dim = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    return [
-        _state("linear_attn", layer, StateKind.CONV_STATE, conv_shape, dtype),
-        _state("linear_attn", layer, StateKind.RECURRENT_STATE, (NUM_SLOTS, heads, key_dim, value_dim), "float32"),
-    ]
+    conv_rows = config.linear_conv_kernel_dim - 1 + DRAFT_ROWS
+    draft_width = config.linear_num_key_heads * key_dim + heads * value_dim + 2 * heads
+    shapes: dict[StateKind, tuple[tuple[int, ...], str]] = {
+        StateKind.CONV_STATE: ((conv_rows, config.linear_conv_dim), dtype),
+        StateKind.RECURRENT_STATE: ((heads, key_dim, value_dim), "float32"),
+        StateKind.DRAFT_ROWS: ((2 * DRAFT_ROWS, draft_width), dtype),
+        StateKind.COMMITTED_LEN: ((2,), "int32"),
+    }
+    return [_state("linear_attn", layer, kind, (NUM_SLOTS, *row), dtype) for kind, (row, dtype) in shapes.items()]
 
 
 def _full_attention_states(
@@ -76,28 +89,3 @@ def _state(
     module: str, layer: int, kind: StateKind, shape: tuple[int | str, ...], dtype: str, init: int = 0
 ) -> StateSpec:
     return StateSpec(f"layers.{layer}.{module}.{kind.value}", kind, layer, shape, dtype, init)
-
-
-def draft_row_bytes(spec: StateSpec) -> int:
-    """Bytes to keep of each row that verifies a draft, so that the state can follow however many rows are accepted.
-
-    The paged caches and the rings need none: what rejected rows wrote is overwritten by the rows at their positions.
-    """
-    width = spec.shape[-1]
-    assert isinstance(width, int)
-    row_bytes = width * DTYPE_BYTES[spec.dtype]
-    match spec.kind:
-        case StateKind.CONV_STATE:
-            # Its inputs, of which the state is the last ones, and its outputs, from which the recurrence is repeated.
-            return 2 * row_bytes
-        case StateKind.RECURRENT_STATE:
-            # g and beta of each head: repeating the recurrence needs these and q, k and v.
-            _, heads, _, _ = spec.shape
-            assert isinstance(heads, int)
-            return 2 * heads * DTYPE_BYTES["float32"]
-        case StateKind.PLE_CONV_STATE:
-            return row_bytes
-        case StateKind.NGRAM_IDS:
-            return DTYPE_BYTES[spec.dtype]
-        case _:
-            return 0

@@ -65,17 +65,32 @@ class PackedBatch:
         rows[: self.num_tokens] = padded[self.seq_of_token, self.offset_of_token]
         return rows
 
-    def load_history(self, state: Tensor, slot_ids: Tensor, init: int = 0) -> Tensor:
-        """The rows of ``state`` ``[S, ...]`` of each sequence, ``init`` for a sequence that has no context yet."""
-        history = state[slot_ids[: len(self.query_lens)].long()]
-        fresh = (self.context_lens == 0).reshape(-1, *[1] * (history.dim() - 1))
-        return torch.where(fresh, torch.full_like(history, init), history)
+    def load_state(self, state: Tensor, slot_ids: Tensor) -> Tensor:
+        """The row of ``state`` ``[S, ...]`` of each sequence, zeros for a sequence that has no context yet."""
+        rows = state[slot_ids[: len(self.query_lens)].long()]
+        fresh = (self.context_lens == 0).reshape(-1, *[1] * (rows.dim() - 1))
+        return torch.where(fresh, torch.zeros_like(rows), rows)
 
-    def store_last_rows(self, state: Tensor, slot_ids: Tensor, extended: Tensor) -> None:
-        """Keep in ``state`` ``[S, P, ...]`` the P rows that end at each sequence's last token.
+    def load_ring(self, ring: Tensor, slot_ids: Tensor, count: int, init: int = 0) -> Tensor:
+        """The ``count`` rows before each sequence's new tokens, ``[B, count, ...]``, oldest first.
 
-        ``extended`` ``[B, P + L, ...]`` is the history followed by the padded new rows.
+        ``ring`` ``[S, R, ...]`` is addressed by position: the token at position p has row p % R. Rows from before a
+        sequence's first token are ``init``, whatever the ring holds.
         """
-        rows = self.query_lens[:, None] + torch.arange(state.shape[1])
-        last = extended[torch.arange(len(rows))[:, None], rows]
-        state[slot_ids[: len(rows)].long()] = last.to(state.dtype)
+        slots = slot_ids[: len(self.query_lens), None].long()
+        positions = self.context_lens[:, None] + torch.arange(-count, 0)
+        rows = ring[slots, positions.remainder(ring.shape[1])]
+        exists = (positions >= 0).reshape(*positions.shape, *[1] * (rows.dim() - 2))
+        return torch.where(exists, rows, torch.full_like(rows, init))
+
+    def store_ring(self, ring: Tensor, slot_ids: Tensor, rows: Tensor) -> None:
+        """Write the newest of the new rows ``[T, ...]`` of each sequence into ``ring``, at most one ring's worth.
+
+        A ring of C + D rows still holds the C rows before any of the last D new tokens. So those tokens can be taken
+        back: the next step just has a shorter context.
+        """
+        length = self.query_lens[self.seq_of_token]
+        newest = self.offset_of_token >= length - ring.shape[1]
+        slots = slot_ids[self.seq_of_token[newest]].long()
+        target = self.position_of_token[newest].remainder(ring.shape[1])
+        ring[slots, target] = rows[: self.num_tokens][newest].to(ring.dtype)

@@ -53,6 +53,8 @@ class StateKind(StrEnum):
     INDEX_POSITION_RING = "index_position_ring"
     CONV_STATE = "conv_state"
     RECURRENT_STATE = "recurrent_state"
+    DRAFT_ROWS = "draft_rows"
+    COMMITTED_LEN = "committed_len"
     PLE_CONV_STATE = "ple_conv_state"
     NGRAM_IDS = "ngram_ids"
 

@@ -1,4 +1,4 @@
-"""Depthwise causal convolution with SiLU over packed sequences, with a rolling state of the last inputs."""
+"""Depthwise causal convolution with SiLU over packed sequences, with a ring of the last inputs as state."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qwen4exp_trt.plugins.causal_conv1d.cases import CASES
+from qwen4exp_trt.plugins.causal_conv1d.launch import launches
 from qwen4exp_trt.plugins.causal_conv1d.reference import reference
 from qwen4exp_trt.plugins.numerics import dilated_causal_conv
 from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
@@ -23,9 +24,10 @@ def body(
     num_seqs: Tensor,
 ) -> Tensor:
     batch = PackedBatch.from_metadata(x.shape[0], query_start_loc, seq_lens, num_seqs)
-    history = batch.load_history(conv_state, slot_ids)
-    extended = torch.cat([history, batch.pad(x[:, : weight.shape[0]])], 1)
-    batch.store_last_rows(conv_state, slot_ids, extended)
+    channels, kernel_size = weight.shape
+    history = batch.load_ring(conv_state, slot_ids, kernel_size - 1)
+    extended = torch.cat([history, batch.pad(x[:, :channels])], 1)
+    batch.store_ring(conv_state, slot_ids, x[:, :channels])
     return batch.unpad(silu(dilated_causal_conv(extended, weight, dilation=1)).to(x.dtype))
 
 
@@ -35,7 +37,7 @@ SPEC = OpSpec(
     inputs=(
         TensorArg("x", ("T", "N")),  # the first C columns are convolved
         TensorArg("weight", ("C", "KW")),
-        TensorArg("conv_state", ("S", "KW - 1", "C"), mutated=True),
+        TensorArg("conv_state", ("S", "RS", "C"), mutated=True),  # the token at position p has row p % RS
         QUERY_START_LOC,
         SEQ_LENS,
         SLOT_IDS,
@@ -46,5 +48,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-6, torch.bfloat16: 3e-3},
 )

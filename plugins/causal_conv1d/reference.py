@@ -1,4 +1,4 @@
-"""Slow float32 oracle: token by token, shifting the state."""
+"""Slow float32 oracle: token by token, each into the ring once it is convolved."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ def reference(
     slot_ids: Tensor,
     num_seqs: Tensor,
 ) -> Tensor:
-    channels = weight.shape[0]
+    (channels, taps), ring = weight.shape, conv_state.shape[1]
     out = torch.zeros(x.shape[0], channels)
     for b in range(int(num_seqs)):
-        start, end = int(query_start_loc[b]), int(query_start_loc[b + 1])
-        window = conv_state[int(slot_ids[b])].clone()
-        if int(seq_lens[b]) == end - start:
-            window.zero_()
+        start, end, slot = int(query_start_loc[b]), int(query_start_loc[b + 1]), int(slot_ids[b])
         for t in range(start, end):
-            taps = torch.cat([window, x[t : t + 1, :channels]])
-            value = (taps * weight.T).sum(0)
+            p = int(seq_lens[b]) - (end - t)
+            value = weight[:, -1] * x[t, :channels]
+            for back in range(1, min(taps, p + 1)):
+                value += weight[:, taps - 1 - back] * conv_state[slot, (p - back) % ring]
             out[t] = value / (1 + torch.exp(-value))
-            window = taps[1:]
-        conv_state[int(slot_ids[b])] = window
+            conv_state[slot, p % ring] = x[t, :channels]
     return out

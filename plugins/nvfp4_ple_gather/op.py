@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qwen4exp_trt.plugins.number_formats import dequantize_nvfp4, scales_of_rows
 from qwen4exp_trt.plugins.nvfp4_ple_gather.cases import CASES
+from qwen4exp_trt.plugins.nvfp4_ple_gather.launch import launches
 from qwen4exp_trt.plugins.nvfp4_ple_gather.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
@@ -31,5 +32,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 0.0, torch.bfloat16: 2.0**-8},  # one rounding
 )

@@ -9,6 +9,7 @@ from torch.nn.functional import silu
 from qwen4exp_trt.plugins.numerics import dilated_causal_conv, grouped_rms_norm
 from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
 from qwen4exp_trt.plugins.ple_conv.cases import CASES
+from qwen4exp_trt.plugins.ple_conv.launch import launches
 from qwen4exp_trt.plugins.ple_conv.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
@@ -43,8 +44,9 @@ def body(
     batch = PackedBatch.from_metadata(stack.shape[0], query_start_loc, seq_lens, num_seqs)
     gated = (stream_gates(stack, key, key_gain, query_gain, hc_count, eps) * value.float()[:, None]).flatten(1)
     normed = grouped_rms_norm(gated, conv_gain, hc_count, eps).to(stack.dtype)
-    extended = torch.cat([batch.load_history(ple_conv_state, slot_ids), batch.pad(normed)], 1)
-    batch.store_last_rows(ple_conv_state, slot_ids, extended)
+    history = batch.load_ring(ple_conv_state, slot_ids, (conv_weight.shape[1] - 1) * dilation)
+    extended = torch.cat([history, batch.pad(normed)], 1)
+    batch.store_ring(ple_conv_state, slot_ids, normed)
     convolved = batch.unpad(silu(dilated_causal_conv(extended, conv_weight, dilation)))
     return (stack.float() + gated + convolved).to(stack.dtype)
 
@@ -60,7 +62,7 @@ SPEC = OpSpec(
         TensorArg("query_gain", ("W",), "float32"),
         TensorArg("conv_gain", ("W",), "float32"),
         TensorArg("conv_weight", ("W", "KW")),
-        TensorArg("ple_conv_state", ("S", "(KW - 1)*dilation", "W"), mutated=True),
+        TensorArg("ple_conv_state", ("S", "RC", "W"), mutated=True),
         QUERY_START_LOC,
         SEQ_LENS,
         SLOT_IDS,
@@ -71,5 +73,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-3},
 )

@@ -30,20 +30,20 @@ def reference(
     out = stack.clone()
     for b in range(int(num_seqs)):
         start, end = int(query_start_loc[b]), int(query_start_loc[b + 1])
-        rows = list(ple_conv_state[int(slot_ids[b])].clone())
-        if int(seq_lens[b]) == end - start:
-            rows = [torch.zeros_like(row) for row in rows]
+        ring = ple_conv_state[int(slot_ids[b])]
         for t in range(start, end):
+            p = int(seq_lens[b]) - (end - t)
             gated = torch.empty(HC * H)
             for c in range(HC):
                 part = slice(c * H, (c + 1) * H)
                 score = (k[t, part] * q[t, part]).sum() / H**0.5
                 root = torch.sign(score) * torch.sqrt(torch.clamp(score.abs(), min=1e-6))
                 gated[part] = value[t] / (1 + torch.exp(-root))
-            rows.append(norm_reference(gated[None], conv_gain, HC, eps)[0])
+            ring[p % len(ring)] = norm_reference(gated[None], conv_gain, HC, eps)[0]
             conv = torch.zeros(HC * H)
             for j in range(conv_weight.shape[1]):
-                conv += conv_weight[:, j] * rows[-1 - (conv_weight.shape[1] - 1 - j) * dilation]
+                age = (conv_weight.shape[1] - 1 - j) * dilation
+                if age <= p:
+                    conv += conv_weight[:, j] * ring[(p - age) % len(ring)]
             out[t] += gated + conv / (1 + torch.exp(-conv))
-        ple_conv_state[int(slot_ids[b])] = torch.stack(rows[-ple_conv_state.shape[1] :])
     return out

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.plugins.ple_gather.cases import CASES
+from qwen4exp_trt.plugins.ple_gather.launch import launches
 from qwen4exp_trt.plugins.ple_gather.reference import reference
 from qwen4exp_trt.plugins.spec import OpSpec, TensorArg
 
@@ -23,5 +24,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
 )

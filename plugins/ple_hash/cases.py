@@ -15,7 +15,12 @@ EOS = 7
 
 
 def _case(
-    name: str, query_lens: Sequence[int], context_lens: Sequence[int], ngram_size: int = 3, **padding: int
+    name: str,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    ngram_size: int = 3,
+    ring: int = 10,
+    **padding: int,
 ) -> Case:
     def make(dtype: torch.dtype, generator: torch.Generator) -> dict[str, Any]:
         batch = sample_batch(query_lens, context_lens, **padding)
@@ -24,7 +29,7 @@ def _case(
         vocab = 9  # small, so that the boundary token appears often
         return {
             "input_ids": torch.randint(vocab, (tokens,), generator=generator, dtype=torch.int32),
-            "ngram_ids": torch.randint(vocab, (slots, ngram_size - 1), generator=generator, dtype=torch.int32),
+            "ngram_ids": torch.randint(vocab, (slots, ring), generator=generator, dtype=torch.int32),
             "multipliers": torch.tensor(MULTIPLIERS[:ngram_size]),
             "head_sizes": sizes,
             "head_offsets": sizes.cumsum(0) - sizes,
@@ -37,8 +42,8 @@ def _case(
 
 CASES = (
     _case("decode", [1, 1, 1], [5, 1, 900]),
-    _case("fresh", [1, 2, 40], [0, 0, 0]),
+    _case("fresh", [1, 2, 40], [0, 0, 0], ring=3),
     _case("mixed", [1, 7, 3, 1], [40, 0, 1, 0], padding_seqs=2, padding_rows=3),
     _case("bigrams", [4, 1], [0, 2], ngram_size=2),
-    _case("4grams", [9, 1], [1, 2], ngram_size=4),
+    _case("4grams", [9, 1], [1, 2], ngram_size=4, ring=11),
 )

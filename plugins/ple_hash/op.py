@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
 from qwen4exp_trt.plugins.ple_hash.cases import CASES
+from qwen4exp_trt.plugins.ple_hash.launch import launches
 from qwen4exp_trt.plugins.ple_hash.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
@@ -24,10 +25,10 @@ def body(
     eos_token_id: int,
 ) -> Tensor:
     batch = PackedBatch.from_metadata(input_ids.shape[0], query_start_loc, seq_lens, num_seqs)
-    history = batch.load_history(ngram_ids, slot_ids, init=eos_token_id)
-    extended = torch.cat([history, batch.pad(input_ids)], 1)
-    batch.store_last_rows(ngram_ids, slot_ids, extended)
     ngram_size, length = len(multipliers), batch.max_query_len
+    history = batch.load_ring(ngram_ids, slot_ids, ngram_size - 1, init=eos_token_id)
+    extended = torch.cat([history, batch.pad(input_ids)], 1)
+    batch.store_ring(ngram_ids, slot_ids, input_ids)
     heads_per_ngram = len(head_sizes) // (ngram_size - 1)
     mixed = extended[:, ngram_size - 1 :].long() * multipliers[0]
     cut = torch.zeros_like(mixed, dtype=torch.bool)
@@ -46,7 +47,7 @@ SPEC = OpSpec(
     version=1,
     inputs=(
         TensorArg("input_ids", ("T",), "int32"),
-        TensorArg("ngram_ids", ("S", "NG - 1"), "int32", mutated=True),  # oldest first
+        TensorArg("ngram_ids", ("S", "RI"), "int32", mutated=True),
         TensorArg("multipliers", ("NG",), "int64"),  # multipliers[0] pairs with the current token
         TensorArg("head_sizes", ("P",), "int64"),
         TensorArg("head_offsets", ("P",), "int64"),
@@ -60,5 +61,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={},
 )

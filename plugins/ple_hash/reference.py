@@ -24,18 +24,17 @@ def reference(
     for b in range(int(num_seqs)):
         start, end = int(query_start_loc[b]), int(query_start_loc[b + 1])
         slot = int(slot_ids[b])
-        fresh = int(seq_lens[b]) == end - start
-        history = [eos_token_id] * (len(m) - 1) if fresh else ngram_ids[slot].tolist()
         for t in range(start, end):
-            history.append(int(input_ids[t]))
-            context, ended = [history[-1]], False
-            for token in reversed(history[-len(m) : -1]):
-                ended = ended or token == eos_token_id
+            p = int(seq_lens[b]) - (end - t)
+            ngram_ids[slot, p % ngram_ids.shape[1]] = input_ids[t]
+            context, ended = [int(input_ids[t])], False
+            for age in range(1, len(m)):
+                token = int(ngram_ids[slot, (p - age) % ngram_ids.shape[1]])
+                ended = ended or age > p or token == eos_token_id
                 context.append(eos_token_id if ended else token)
             for head in range(len(sizes)):
                 mixed = 0
                 for age in range(head // per_ngram + 2):
                     mixed ^= context[age] * m[age]
                 rows[t, head] = mixed % sizes[head] + offsets[head]
-        ngram_ids[slot] = torch.tensor(history[-(len(m) - 1) :], dtype=torch.int32)
     return rows

@@ -10,23 +10,9 @@ from torch import Tensor
 from qwen4exp_trt.plugins.numerics import rms_norm, rotary_angles, rotate
 from qwen4exp_trt.plugins.packed import BLOCK_TABLE, NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
 from qwen4exp_trt.plugins.qsa_indexer.cases import CASES
+from qwen4exp_trt.plugins.qsa_indexer.launch import launches
 from qwen4exp_trt.plugins.qsa_indexer.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
-
-
-def load_ring(batch: PackedBatch, ring: Tensor, slot_ids: Tensor, count: int) -> Tensor:
-    """The ``count`` rows before each sequence's new tokens from a ring addressed by position: ``[B, count, ...]``."""
-    slots = slot_ids[: len(batch.query_lens), None].long()
-    positions = batch.context_lens[:, None] + torch.arange(-count, 0)
-    return ring[slots, positions.remainder(ring.shape[1])]
-
-
-def store_ring(batch: PackedBatch, ring: Tensor, slot_ids: Tensor, rows: Tensor) -> None:
-    """Write the newest rows of each sequence into the ring, at most one ring's worth."""
-    length = batch.query_lens[batch.seq_of_token]
-    newest = batch.offset_of_token >= length - ring.shape[1]
-    slots = slot_ids[batch.seq_of_token[newest]].long()
-    ring[slots, batch.position_of_token[newest].remainder(ring.shape[1])] = rows[: batch.num_tokens][newest]
 
 
 def store_group_keys(
@@ -62,9 +48,9 @@ def body(
     batch = PackedBatch.from_metadata(index_qk.shape[0], query_start_loc, seq_lens, num_seqs)
     index_q, index_k = index_qk[:, : -len(k_gain)], index_qk[:, -len(k_gain) :]
     token_positions = positions.T.contiguous()
-    extended = torch.cat([load_ring(batch, index_k_ring, slot_ids, compress_ratio - 1), batch.pad(index_k)], 1)
+    extended = torch.cat([batch.load_ring(index_k_ring, slot_ids, compress_ratio - 1), batch.pad(index_k)], 1)
     extended_positions = torch.cat(
-        [load_ring(batch, index_position_ring, slot_ids, compress_ratio - 1), batch.pad(token_positions)], 1
+        [batch.load_ring(index_position_ring, slot_ids, compress_ratio - 1), batch.pad(token_positions)], 1
     )
     windows = extended.float().unfold(1, compress_ratio, 1)
     pooled = windows.mean(-1).to(index_qk.dtype)
@@ -72,8 +58,8 @@ def body(
     angles = rotary_angles(first_positions, inv_freq, mrope_section)
     keys = rotate(rms_norm(pooled, k_gain, eps), angles)
     store_group_keys(batch, keys, index_k_cache, block_table, compress_ratio)
-    store_ring(batch, index_k_ring, slot_ids, index_k)
-    store_ring(batch, index_position_ring, slot_ids, token_positions)
+    batch.store_ring(index_k_ring, slot_ids, index_k)
+    batch.store_ring(index_position_ring, slot_ids, token_positions)
     heads = rms_norm(index_q.unflatten(-1, (-1, len(q_gain))), q_gain, eps)
     angles = rotary_angles(positions, inv_freq, mrope_section)
     return rotate(heads, angles[:, None]).flatten(1).to(index_qk.dtype)
@@ -102,5 +88,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 6e-3},
 )

@@ -37,8 +37,8 @@ def request_for(checkpoint: Formats, batch: int, max_seq_len: int) -> PlanReques
     [
         (PUBLISHED_NVFP4, 1, 2051, [(ON_DISK,), (NVFP4_PLE,)]),
         (PUBLISHED_NVFP4, 1, 262_144, [(ON_DISK,), (NVFP4_PLE,)]),
-        (SMALLEST, 8, 262_144, [("--max-batch-size 2",), ("--max-seq-len 61952",)]),
-        (SMALLEST, 3, 262_144, [(ON_DISK,), (FP8_KV,), ("--max-batch-size 2",), ("--max-seq-len 173824",)]),
+        (SMALLEST, 8, 262_144, [("--max-batch-size 2",), ("--max-seq-len 61760",)]),
+        (SMALLEST, 3, 262_144, [(ON_DISK,), (FP8_KV,), ("--max-batch-size 2",), ("--max-seq-len 173696",)]),
         (OFFICIAL_FP8, 1, 262_144, [(ON_DISK, NVFP4_BODY), (NVFP4_PLE, NVFP4_BODY)]),
         (
             PUBLISHED_NVFP4,
@@ -47,9 +47,9 @@ def request_for(checkpoint: Formats, batch: int, max_seq_len: int) -> PlanReques
             [
                 (ON_DISK, FP8_KV),
                 (ON_DISK, "--max-batch-size 6"),
-                (ON_DISK, "--max-seq-len 203968"),
+                (ON_DISK, "--max-seq-len 203776"),
                 (NVFP4_PLE, "--max-batch-size 2"),
-                (NVFP4_PLE, "--max-seq-len 61952"),
+                (NVFP4_PLE, "--max-seq-len 61760"),
             ],
         ),
         (SMALLEST, 4096, 262_144, [("--max-batch-size 2",)]),

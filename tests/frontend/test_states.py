@@ -25,6 +25,8 @@ def test_the_released_model_has_these_states(released: tuple[StateSpec, ...]) ->
     assert Counter(spec.kind for spec in released) == {
         StateKind.CONV_STATE: 36,
         StateKind.RECURRENT_STATE: 36,
+        StateKind.DRAFT_ROWS: 36,
+        StateKind.COMMITTED_LEN: 36,
         StateKind.KV_CACHE: 12,
         StateKind.INDEX_K_CACHE: 12,
         StateKind.INDEX_K_RING: 12,
@@ -46,17 +48,20 @@ def test_the_released_states_have_the_published_sizes(released: tuple[StateSpec,
         StateKind.INDEX_K_CACHE: BLOCK_SIZE * 768,  # 25 MB
     }
     assert row_bytes[StateKind.RECURRENT_STATE] == 36 * 48 * 128 * 128 * 4 == 113_246_208
-    assert row_bytes[StateKind.CONV_STATE] == 36 * 3 * 10_240 * 2 == 2_211_840
-    assert row_bytes[StateKind.PLE_CONV_STATE] == 9 * 10_240 * 2 == 184_320
+    assert row_bytes[StateKind.CONV_STATE] == 36 * (3 + 8) * 10_240 * 2  # three inputs, and eight rows to take back
+    assert row_bytes[StateKind.DRAFT_ROWS] == 36 * 16 * (2048 + 6144 + 96) * 2
+    assert row_bytes[StateKind.COMMITTED_LEN] == 36 * 2 * 4
+    assert row_bytes[StateKind.PLE_CONV_STATE] == (9 + 8) * 10_240 * 2
     assert row_bytes[StateKind.INDEX_K_RING] == 12 * (3 + 8) * 128 * 2  # an open group, and eight rows to take back
-    assert row_bytes[StateKind.NGRAM_IDS] == 2 * 4
+    assert row_bytes[StateKind.NGRAM_IDS] == (2 + 8) * 4
     assert round(CONTEXT * 24_576 / 1e6) == 805
 
 
 def test_dtypes_and_initial_values(released: tuple[StateSpec, ...]) -> None:
     dtypes = {spec.kind: spec.dtype for spec in released}
     assert dtypes.pop(StateKind.RECURRENT_STATE) == "float32"
-    assert dtypes.pop(StateKind.NGRAM_IDS) == dtypes.pop(StateKind.INDEX_POSITION_RING) == "int32"
+    for kind in (StateKind.NGRAM_IDS, StateKind.INDEX_POSITION_RING, StateKind.COMMITTED_LEN):
+        assert dtypes.pop(kind) == "int32"
     assert set(dtypes.values()) == {"bfloat16"}
     # A sequence begins as if it followed the end of a text.
     assert {spec.kind: spec.init for spec in released if spec.init} == {StateKind.NGRAM_IDS: 248044}

@@ -12,10 +12,14 @@ def forward(
     logits_indices,
     layers__0__linear_attn__conv_state,
     layers__0__linear_attn__recurrent_state,
+    layers__0__linear_attn__draft_rows,
+    layers__0__linear_attn__committed_len,
     layers__1__ple__ngram_ids,
     layers__1__ple__ple_conv_state,
     layers__1__linear_attn__conv_state,
     layers__1__linear_attn__recurrent_state,
+    layers__1__linear_attn__draft_rows,
+    layers__1__linear_attn__committed_len,
     layers__2__self_attn__kv_cache,
     layers__2__self_attn__indexer__index_k_cache,
     layers__2__self_attn__indexer__index_k_ring,
@@ -127,7 +131,7 @@ def forward(
     layers__0__linear_attn__in_proj_b_in_proj_a = torch.ops.aten.linear.default(layers__0__attn_hyper_connection__hc_mix, layers__0__linear_attn__in_proj_b_in_proj_a__cat)  # bfloat16[T, 8]
     layers__0__linear_attn__conv1d__view = torch.ops.aten.view.default(layers__0__linear_attn__conv1d__weight, [192, 4])  # bfloat16[192, 4]
     layers__0__linear_attn__causal_conv1d = torch.ops.q4e.causal_conv1d.default(layers__0__linear_attn__in_proj_qkv_in_proj_z, layers__0__linear_attn__conv1d__view, layers__0__linear_attn__conv_state, query_start_loc, seq_lens, slot_ids, num_seqs)  # bfloat16[T, 192]
-    layers__0__linear_attn__gated_delta_rule = torch.ops.q4e.gated_delta_rule.default(layers__0__linear_attn__causal_conv1d, layers__0__linear_attn__in_proj_qkv_in_proj_z, layers__0__linear_attn__in_proj_b_in_proj_a, layers__0__linear_attn__A_log, layers__0__linear_attn__dt_bias, layers__0__linear_attn__norm__weight, layers__0__linear_attn__recurrent_state, query_start_loc, seq_lens, slot_ids, num_seqs, 2, 1e-06, 'sigmoid')  # bfloat16[T, 128]
+    layers__0__linear_attn__gated_delta_rule = torch.ops.q4e.gated_delta_rule.default(layers__0__linear_attn__causal_conv1d, layers__0__linear_attn__in_proj_qkv_in_proj_z, layers__0__linear_attn__in_proj_b_in_proj_a, layers__0__linear_attn__A_log, layers__0__linear_attn__dt_bias, layers__0__linear_attn__norm__weight, layers__0__linear_attn__recurrent_state, layers__0__linear_attn__draft_rows, layers__0__linear_attn__committed_len, query_start_loc, seq_lens, slot_ids, num_seqs, 2, 1e-06, 'sigmoid')  # bfloat16[T, 128]
     layers__0__linear_attn__out_proj__linear = torch.ops.aten.linear.default(layers__0__linear_attn__gated_delta_rule, layers__0__linear_attn__out_proj__weight)  # bfloat16[T, 32]
     layers__0__mlp_hyper_connection__hc_norm__to = torch.ops.aten.to.dtype(layers__0__mlp_hyper_connection__hc_norm__weight, torch.float32)  # float32[128]
     layers__0__mlp_hyper_connection__hc_norm__add = torch.ops.aten.add.Tensor(layers__0__mlp_hyper_connection__hc_norm__to, 1.0)  # float32[128]
@@ -174,7 +178,7 @@ def forward(
     layers__1__linear_attn__in_proj_b_in_proj_a = torch.ops.aten.linear.default(layers__1__attn_hyper_connection__hc_mix, layers__1__linear_attn__in_proj_b_in_proj_a__cat)  # bfloat16[T, 8]
     layers__1__linear_attn__conv1d__view = torch.ops.aten.view.default(layers__1__linear_attn__conv1d__weight, [192, 4])  # bfloat16[192, 4]
     layers__1__linear_attn__causal_conv1d = torch.ops.q4e.causal_conv1d.default(layers__1__linear_attn__in_proj_qkv_in_proj_z, layers__1__linear_attn__conv1d__view, layers__1__linear_attn__conv_state, query_start_loc, seq_lens, slot_ids, num_seqs)  # bfloat16[T, 192]
-    layers__1__linear_attn__gated_delta_rule = torch.ops.q4e.gated_delta_rule.default(layers__1__linear_attn__causal_conv1d, layers__1__linear_attn__in_proj_qkv_in_proj_z, layers__1__linear_attn__in_proj_b_in_proj_a, layers__1__linear_attn__A_log, layers__1__linear_attn__dt_bias, layers__1__linear_attn__norm__weight, layers__1__linear_attn__recurrent_state, query_start_loc, seq_lens, slot_ids, num_seqs, 2, 1e-06, 'sigmoid')  # bfloat16[T, 128]
+    layers__1__linear_attn__gated_delta_rule = torch.ops.q4e.gated_delta_rule.default(layers__1__linear_attn__causal_conv1d, layers__1__linear_attn__in_proj_qkv_in_proj_z, layers__1__linear_attn__in_proj_b_in_proj_a, layers__1__linear_attn__A_log, layers__1__linear_attn__dt_bias, layers__1__linear_attn__norm__weight, layers__1__linear_attn__recurrent_state, layers__1__linear_attn__draft_rows, layers__1__linear_attn__committed_len, query_start_loc, seq_lens, slot_ids, num_seqs, 2, 1e-06, 'sigmoid')  # bfloat16[T, 128]
     layers__1__linear_attn__out_proj__linear = torch.ops.aten.linear.default(layers__1__linear_attn__gated_delta_rule, layers__1__linear_attn__out_proj__weight)  # bfloat16[T, 32]
     layers__1__mlp_hyper_connection__hc_norm__to = torch.ops.aten.to.dtype(layers__1__mlp_hyper_connection__hc_norm__weight, torch.float32)  # float32[128]
     layers__1__mlp_hyper_connection__hc_norm__add = torch.ops.aten.add.Tensor(layers__1__mlp_hyper_connection__hc_norm__to, 1.0)  # float32[128]

@@ -14,6 +14,8 @@ def forward(
     layers__0__ple__ple_conv_state,
     layers__0__linear_attn__conv_state,
     layers__0__linear_attn__recurrent_state,
+    layers__0__linear_attn__draft_rows,
+    layers__0__linear_attn__committed_len,
     embed_tokens__weight,
     layers__0__attn_hyper_connection__hc_norm__weight,
     layers__0__attn_hyper_connection__input_mix_weight_down__weight,
@@ -117,7 +119,7 @@ def forward(
     layers__0__linear_attn__cat_1 = torch.ops.aten.cat.default([layers__0__linear_attn__in_proj_b__linear, layers__0__linear_attn__in_proj_a__linear], -1)  # bfloat16[T, 8]
     layers__0__linear_attn__conv1d__view = torch.ops.aten.view.default(layers__0__linear_attn__conv1d__weight, [192, 4])  # bfloat16[192, 4]
     layers__0__linear_attn__causal_conv1d = torch.ops.q4e.causal_conv1d.default(layers__0__linear_attn__cat, layers__0__linear_attn__conv1d__view, layers__0__linear_attn__conv_state, query_start_loc, seq_lens, slot_ids, num_seqs)  # bfloat16[T, 192]
-    layers__0__linear_attn__gated_delta_rule = torch.ops.q4e.gated_delta_rule.default(layers__0__linear_attn__causal_conv1d, layers__0__linear_attn__cat, layers__0__linear_attn__cat_1, layers__0__linear_attn__A_log, layers__0__linear_attn__dt_bias, layers__0__linear_attn__norm__weight, layers__0__linear_attn__recurrent_state, query_start_loc, seq_lens, slot_ids, num_seqs, 2, 1e-06, 'sigmoid')  # bfloat16[T, 128]
+    layers__0__linear_attn__gated_delta_rule = torch.ops.q4e.gated_delta_rule.default(layers__0__linear_attn__causal_conv1d, layers__0__linear_attn__cat, layers__0__linear_attn__cat_1, layers__0__linear_attn__A_log, layers__0__linear_attn__dt_bias, layers__0__linear_attn__norm__weight, layers__0__linear_attn__recurrent_state, layers__0__linear_attn__draft_rows, layers__0__linear_attn__committed_len, query_start_loc, seq_lens, slot_ids, num_seqs, 2, 1e-06, 'sigmoid')  # bfloat16[T, 128]
     layers__0__linear_attn__out_proj__nvfp4_linear = torch.ops.q4e.nvfp4_linear.default(layers__0__linear_attn__gated_delta_rule, layers__0__linear_attn__out_proj__codes, layers__0__linear_attn__out_proj__block_scales, layers__0__linear_attn__out_proj__scales)  # bfloat16[T, 32]
     layers__0__mlp_hyper_connection__hc_norm__to = torch.ops.aten.to.dtype(layers__0__mlp_hyper_connection__hc_norm__weight, torch.float32)  # float32[128]
     layers__0__mlp_hyper_connection__hc_norm__add = torch.ops.aten.add.Tensor(layers__0__mlp_hyper_connection__hc_norm__to, 1.0)  # float32[128]
