@@ -150,8 +150,13 @@ def _headers() -> str:
     return "\0".join(file.read_text() for file in sorted(SOURCES.rglob("*.cuh")))
 
 
+def _cuda_core() -> Any:
+    with _IMPORTING:
+        return _import_cuda_core()
+
+
 @cache
-def _cuda_core():
+def _import_cuda_core() -> Any:
     try:
         core: Any = importlib.import_module("cuda.core")
     except ImportError as error:
