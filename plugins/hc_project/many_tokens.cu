@@ -56,12 +56,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 hc_project_many_tokens(const bf16* normed, const bf16* weight, float* partial, int tokens) {
   DYNAMIC_SHARED(uint4, stages);  // [STAGES, STAGE_ROWS, VECTORS]
   const int begin = blockIdx.z * STEPS / gridDim.z, end = (blockIdx.z + 1) * STEPS / gridDim.z;
-  start_next();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s)
     if (begin + s < end)
       copy_rows(stages + s * STAGE_ROWS * VECTORS, normed, weight, begin + s, tokens, BLOCK_TOKENS, STAGE_ROWS);
   wait_for_previous();
+  start_next();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) {
     if (begin + s < end)
@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 hc_project_add_splits(const float* partial, bf16* lowrank, bf16* inject, int tokens, int splits) {
   const int64 item = int64(blockIdx.x) * THREADS + threadIdx.x, token = item / PADDED_ROWS;
   const int row = item % PADDED_ROWS;
-  start_next();
   wait_for_previous();
+  start_next();
   if (token >= tokens || row >= ROWS) return;
   float sum = 0.f;
 #pragma unroll 8

@@ -223,6 +223,13 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
 #endif
 }
 
+// The same for `num_bytes` from `address` on, both multiples of 16, by one thread. Below SM90 it does nothing.
+__device__ __forceinline__ void prefetch_l2(const void* address, uint32 num_bytes) {
+#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(num_bytes));
+#endif
+}
+
 // Asynchronous copy of 16 bytes from global to shared memory; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid = true) {
 #ifdef Q4E_EMULATE
