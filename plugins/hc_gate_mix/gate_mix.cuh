@@ -1,5 +1,5 @@
 // The up projection and the gated mean behind it, by tensor cores. A warp keeps 16 rows of the weight in registers, all
-// streams of 16 / STREAMS columns, loaded before there are activations; the tokens' low ranks pass through shared memory.
+// streams of 16 / STREAMS columns, loaded before there are activations; the low ranks pass through shared memory.
 // HIDDEN: columns of a stream; STREAMS: 1, 2, 4 or 8; RANK: whole chunks of 32; bf16 only.
 #pragma once
 #include "q4e.cuh"

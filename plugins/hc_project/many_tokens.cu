@@ -1,5 +1,5 @@
-// The thin projections for many tokens, as a product of tiles: 64 tokens by TILES * 16 weight rows, and for each such tile
-// a few blocks that share the columns. A second kernel adds these up.
+// The thin projections for many tokens, as a product of tiles: 64 tokens by TILES * 16 weight rows, and for each such
+// tile a few blocks that share the columns. A second kernel adds these up.
 // ROWS, WIDTH: of the weight; STREAMS; TILES of 16 rows in a block; bf16 only.
 #include "hc_project/outputs.cuh"
 
@@ -86,7 +86,8 @@ hc_project_many_tokens(const bf16* normed, const bf16* weight, float* partial, i
     for (int j = 0; j < TOKEN_TILES; ++j)
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int64 token = int64(blockIdx.x) * BLOCK_TOKENS + (threadIdx.x / WARP * TOKEN_TILES + j) * 8 + part * 2 + k % 2;
+        const int tile = threadIdx.x / WARP * TOKEN_TILES + j;
+        const int64 token = int64(blockIdx.x) * BLOCK_TOKENS + tile * 8 + part * 2 + k % 2;
         const int row = blockIdx.y * BLOCK_ROWS + i * 16 + group + k / 2 * 8;
         if (token < tokens && row < PADDED_ROWS) to[token * PADDED_ROWS + row] = sums[i][j][k];
       }

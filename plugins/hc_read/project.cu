@@ -1,6 +1,6 @@
-// A read's first kernel for up to eight tokens: combine, norm and thin projections of one stream by a tile of 16 weight rows.
-// Each block combines and norms its whole stream, which costs less than a kernel of its own, and stores its share of it.
-// Macros: those of stream_product.cuh, and TOKENS: room for 1, 2, 4 or 8 tokens.
+// A read's first kernel for up to eight tokens: combine, norm and thin projections of one stream by a tile of 16 weight
+// rows. Each block combines and norms its whole stream, which costs less than a kernel of its own, and stores its share
+// of it. Macros: those of stream_product.cuh, and TOKENS: room for 1, 2, 4 or 8 tokens.
 #include "hc_norm/vectors.cuh"
 #include "hc_project/stream_product.cuh"
 
