@@ -13,7 +13,7 @@ TILE_ROWS, TILE_TOKENS, CHUNK = 16, 8, 32
 FEW_TOKENS = 32
 """Up to here a weight in registers meets all tokens; beyond, tiles of both go through shared memory."""
 
-FEW_WARPS = 16
+FEW_WARPS = 10
 _BLOCK_TOKENS, _MAX_TILES, _STEP, _STAGES, _MANY_THREADS = 64, 7, 64, 4, 128
 _MAX_SPLITS, _MIN_STEPS = 40, 4
 _ANY_WARPS = 8

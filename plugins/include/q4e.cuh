@@ -132,6 +132,17 @@ __device__ __forceinline__ uint32 e4m3_pair_to_bf16(uint32 codes) {
   return multiply_bf16((codes & 0x00800080u) << 8 | (codes & 0x007f007fu) << 4, 0x7b807b80u);
 }
 
+// a * b + c of two bf16 each, rounded once.
+__device__ __forceinline__ uint32 multiply_add_bf16(uint32 a, uint32 b, uint32 c) {
+#ifdef Q4E_EMULATE
+  return pack_bf16(low_bf16(a) * low_bf16(b) + low_bf16(c), high_bf16(a) * high_bf16(b) + high_bf16(c));
+#else
+  uint32 sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+#endif
+}
+
 // --- reductions -------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -220,13 +231,6 @@ __device__ __forceinline__ uint4 load_streaming_written(const void* from) {
 __device__ __forceinline__ void prefetch_l2(const void* address) {
 #ifndef Q4E_EMULATE
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-#endif
-}
-
-// The same for `num_bytes` from `address` on, both multiples of 16, by one thread. Below SM90 it does nothing.
-__device__ __forceinline__ void prefetch_l2(const void* address, uint32 num_bytes) {
-#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(num_bytes));
 #endif
 }
 
