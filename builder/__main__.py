@@ -32,7 +32,7 @@ from qwen4exp_trt.builder.reporter import Reporter
 from qwen4exp_trt.builder.weight_table import WeightTableRow, format_weight_table, weight_table
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.manifest import ENGINE_FILE, KERNELS_DIR, Manifest
 from qwen4exp_trt.runtime.progress_line import ProgressLine
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND
 
@@ -54,6 +54,13 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
         default="tensorrt-rtx",
         help="which TensorRT builds the engine (default: %(default)s)",
     )
+    add(
+        "--kernel-target",
+        action="append",
+        default=[],
+        metavar="SM",
+        help="compile the CUDA kernels for this GPU architecture too, such as sm90; may be repeated (default: no)",
+    )
     _add_weight_options(add)
     _add_limit_options(add)
     add("--verify", action="store_true", help="execute every pass and the ONNX on the CPU and compare (default: no)")
@@ -72,7 +79,8 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
         help="with --plan: where the n-gram table is (default: %(default)s)",
     )
     values: dict[str, Any] = vars(parser.parse_args(argv))
-    values["keep"] = tuple(values["keep"])
+    for name in ("keep", "kernel_target"):
+        values[name] = tuple(values[name])
     if values.pop("plan"):
         values["config_only"] |= values["checkpoint"].is_file()
         return PlanOptions(**{field.name: values[field.name] for field in fields(PlanOptions)})
@@ -198,6 +206,7 @@ def format_report(report: BuildReport, output: Path, seconds: float) -> str:
     rows = {
         "bundle": str(output),
         "engine": _describe_engine(manifest),
+        "kernels": _describe_kernels(manifest),
         "precision": _describe_precision(manifest),
         "weights": f"{weights / 2**20:,.1f} MiB in {len(program.weights)} tensors{_describe_source(report)}",
         "states": f"{per_seq / 2**20:,.1f} MiB for a sequence of {limits.max_seq_len} tokens",
@@ -218,6 +227,13 @@ def _describe_engine(manifest: Manifest) -> str:
     if engine is None:
         return "none, a float32 bundle is for the eager backend"
     return f"{engine.size / 2**20:.2f} MiB for {manifest.target}, by {manifest.backend}"
+
+
+def _describe_kernels(manifest: Manifest) -> str:
+    sizes = [ref.size for name, ref in manifest.files.items() if name.startswith(f"{KERNELS_DIR}/")]
+    if not manifest.kernel_targets:
+        return "none, compiled when they run"
+    return f"{len(sizes)} for {', '.join(manifest.kernel_targets)}, {sum(sizes) / 2**20:.2f} MiB"
 
 
 def _describe_precision(manifest: Manifest) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -17,6 +18,7 @@ from qwen4exp_trt.builder.calibrate import CalibrationText, calibrate
 from qwen4exp_trt.builder.compile import CompiledProgram, ExportOptions, compile_program, transform_config
 from qwen4exp_trt.builder.convert import ConvertedFolder
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
+from qwen4exp_trt.builder.kernels import architecture_of_target, compile_kernels
 from qwen4exp_trt.builder.memory import check_memory
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.builder.plan import Plan
@@ -36,7 +38,15 @@ from qwen4exp_trt.plugins.registry import op_versions
 from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE, PROGRAM_DIR, CheckpointRef, Manifest
+from qwen4exp_trt.runtime.manifest import (
+    ENGINE_FILE,
+    KERNELS_DIR,
+    LAYERS_FILE,
+    ONNX_FILE,
+    PROGRAM_DIR,
+    CheckpointRef,
+    Manifest,
+)
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import save_program
@@ -95,6 +105,8 @@ def build_bundle(options: BuildOptions, reporter: Reporter | None = None) -> Bui
     text_files = TextFiles.from_dir(options.text_folder, config)
     calibration_text = _read_calibration_text(options)
     trt = _load_trt(options)
+    for target in options.all_kernel_targets:
+        architecture_of_target(target)
     with ExitStack() as stack:
         checkpoint = resolved = None
         if not options.config_only:
@@ -146,9 +158,13 @@ def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
         reporter.stage("engine")
         engine = build_engine(job.trt, compiled.onnx_model, profiles, options.engine_target)
         plan = plan.with_activations(engine.activation_bytes)
+    kernels = {}
+    if options.all_kernel_targets:
+        reporter.stage("kernels")
+        kernels = compile_kernels(compiled.program, job.limits, options.all_kernel_targets)
     reporter.stage("write")
     with staged_folder(options.output) as folder:
-        _write_files(folder, program, compiled.onnx_model, engine)
+        _write_files(folder, program, compiled.onnx_model, engine, kernels)
         job.text_files.copy_to(folder)
         manifest = _manifest(folder, job, compiled, profiles, calibration)
         manifest.save(folder)
@@ -194,13 +210,22 @@ def _compile(job: _Job, quantization: Quantization) -> tuple[CompiledProgram, di
     return replace(compile_verified(options.export, None), passes=verified.passes), errors
 
 
-def _write_files(folder: Path, program: Program, model: onnx.ModelProto, engine: EngineBuild | None) -> None:
+def _write_files(
+    folder: Path,
+    program: Program,
+    model: onnx.ModelProto,
+    engine: EngineBuild | None,
+    kernels: Mapping[str, bytes],
+) -> None:
     (folder / PROGRAM_DIR).mkdir()
     save_program(program, folder / PROGRAM_DIR)
     onnx.save(model, folder / ONNX_FILE)
     if engine is not None:
         (folder / ENGINE_FILE).write_bytes(engine.engine)
         (folder / LAYERS_FILE).write_text(json.dumps(engine.layers, indent=1) + "\n", encoding="utf-8")
+    for name, code in kernels.items():
+        (folder / KERNELS_DIR).mkdir(exist_ok=True)
+        (folder / KERNELS_DIR / name).write_bytes(code)
 
 
 def _manifest(
@@ -220,6 +245,7 @@ def _manifest(
         calibration=calibration,
         target=options.engine_target if options.has_engine else None,
         backend=options.backend if options.has_engine else None,
+        kernel_targets=options.all_kernel_targets,
         limits=job.limits,
         vocab_size=job.config.vocab_size,
         stop_token_ids=job.text_files.stop_token_ids,

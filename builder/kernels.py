@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from qwen4exp_trt.plugins.compile import Cubin, compile_kernel, cubin_key, write_atomically
+from qwen4exp_trt.builder.plan import DEVICES
+from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.plugins.compile import cubin_key, load_cubins, supported_architectures
 from qwen4exp_trt.plugins.kernels import Kernel
 from qwen4exp_trt.plugins.registry import spec_of
 from qwen4exp_trt.plugins.spec import OpSpec, element_shape
@@ -19,6 +21,8 @@ from qwen4exp_trt.runtime.program import Program
 
 _SMALL_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
 """Launchers may choose another kernel at each of the smallest sizes; from there on at powers of two."""
+_SM_COUNTS = (*(device.num_sms for device in DEVICES.values()), 132)
+"""Multiprocessors of the GPUs that kernels are chosen for: the targets that are known, and an H200."""
 
 
 def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Kernel]:
@@ -32,12 +36,28 @@ def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Ker
     return list(found)
 
 
-def write_kernels(kernels: Sequence[Kernel], arch: str, folder: Path) -> list[Cubin]:
-    """Compile ``kernels`` for ``arch`` into ``folder``, where the runtime finds them by the hash of their content."""
-    cubins = [compile_kernel(kernel, arch) for kernel in kernels]
-    for kernel, cubin in zip(kernels, cubins, strict=True):
-        write_atomically(folder / f"{cubin_key(kernel, arch)}.cubin", cubin.code)
-    return cubins
+def compile_kernels(program: Program, limits: EngineLimits, targets: Sequence[str]) -> dict[str, bytes]:
+    """The kernels of a step within ``limits`` for GPU architectures such as ``sm121``, by file name.
+
+    The runtime finds a kernel by its name, which is a hash of its content.
+    """
+    # Launchers choose geometry by the number of multiprocessors, which differs among the GPUs of an architecture.
+    needed = {kernel: None for num_sms in _SM_COUNTS for kernel in kernels_of(program, limits, num_sms)}
+    files: dict[str, bytes] = {}
+    for arch in map(architecture_of_target, targets):
+        codes = load_cubins(list(needed), arch)
+        files |= {f"{cubin_key(kernel, arch)}.cubin": code for kernel, code in zip(needed, codes, strict=True)}
+    return files
+
+
+def architecture_of_target(target: str) -> str:
+    """The compiler's name of the GPU architecture ``target`` (``sm121``); `BuildError` if it knows none."""
+    choices = {re.sub("_|a$", "", arch): arch for arch in supported_architectures()}
+    if target not in choices:
+        raise BuildError(
+            f"CUDA kernels cannot be compiled for {target!r}; NVRTC here compiles them for {', '.join(choices)}"
+        )
+    return choices[target]
 
 
 def _step_dims(limits: EngineLimits) -> Iterator[dict[str, int]]:

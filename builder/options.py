@@ -124,6 +124,8 @@ class BuildOptions(PlanOptions):
 
     output: Path
     backend: str = "tensorrt-rtx"
+    kernel_target: tuple[str, ...] = ()
+    """GPU architectures that CUDA kernels are compiled for, besides the engine's."""
     verify: bool = False
     convert_device: str = "cpu"
     """Where weights are converted."""
@@ -131,6 +133,11 @@ class BuildOptions(PlanOptions):
     """Where converted weights are; None for `DEFAULT_WEIGHTS_DIR` beside the bundle."""
     calibration: Path | None = None
     """The text whose activations give the scales that `W4A4` needs."""
+
+    @property
+    def all_kernel_targets(self) -> list[str]:
+        """Every GPU architecture that the bundle has CUDA kernels for, once."""
+        return list(dict.fromkeys(((self.engine_target,) if self.has_engine else ()) + self.kernel_target))
 
     @property
     def converted_dir(self) -> Path:

@@ -28,9 +28,11 @@ class Device:
     """Of reading memory, as published measurements reached it."""
     is_unified: bool
     """Whether the host's memory is the same."""
+    num_sms: int
+    """Multiprocessors."""
 
 
-DEVICES = {"sm121": Device("GB10", usable_bytes=114 * 2**30, bytes_per_second=233e9, is_unified=True)}
+DEVICES = {"sm121": Device("GB10", usable_bytes=114 * 2**30, bytes_per_second=233e9, is_unified=True, num_sms=48)}
 """By GPU architecture. A GB10 shows 121.6 GiB, of which 114 to 117 can be used, and its memory runs at 273 GB/s, of
 which published measurements reach 231 to 234."""
 

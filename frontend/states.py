@@ -7,9 +7,9 @@ from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
 
 RINGS = (
+    StateKind.CONV_STATE,
     StateKind.INDEX_K_RING,
     StateKind.INDEX_POSITION_RING,
-    StateKind.CONV_STATE,
     StateKind.PLE_CONV_STATE,
     StateKind.NGRAM_IDS,
 )

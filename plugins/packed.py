@@ -65,11 +65,11 @@ class PackedBatch:
         rows[: self.num_tokens] = padded[self.seq_of_token, self.offset_of_token]
         return rows
 
-    def load_history(self, state: Tensor, slot_ids: Tensor) -> Tensor:
-        """The rows of ``state`` ``[S, ...]`` of each sequence, zero for a sequence that has no context yet."""
-        history = state[slot_ids[: len(self.query_lens)].long()]
-        fresh = (self.context_lens == 0).reshape(-1, *[1] * (history.dim() - 1))
-        return torch.where(fresh, torch.zeros_like(history), history)
+    def load_state(self, state: Tensor, slot_ids: Tensor) -> Tensor:
+        """The row of ``state`` ``[S, ...]`` of each sequence, zeros for a sequence that has no context yet."""
+        rows = state[slot_ids[: len(self.query_lens)].long()]
+        fresh = (self.context_lens == 0).reshape(-1, *[1] * (rows.dim() - 1))
+        return torch.where(fresh, torch.zeros_like(rows), rows)
 
     def load_ring(self, ring: Tensor, slot_ids: Tensor, count: int, init: int = 0) -> Tensor:
         """The ``count`` rows before each sequence's new tokens, ``[B, count, ...]``, oldest first.

@@ -17,8 +17,10 @@ from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
 from qwen4exp_trt.runtime.cuda_device import check_total_memory, device_from_name, exact_matmuls
 from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs, move_inputs
 from qwen4exp_trt.runtime.file_identity import identity_differences
+from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
+from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
@@ -41,32 +43,23 @@ class Backend(Protocol):
 
 
 class EagerBackend:
-    """The bundle's program itself in torch: op by op on a CPU, and on a GPU by the ops' CUDA kernels.
+    """A program itself in torch: op by op on a CPU, and on a GPU by the ops' CUDA kernels.
 
-    On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op.
+    On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op. ``states``
+    and ``weights`` are those of the program by name, on ``device``; steps are within ``limits``.
     """
 
     def __init__(
         self,
-        folder: Path,
-        manifest: Manifest,
-        checkpoint: Path | None,
-        num_blocks: int,
+        program: Program,
+        states: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        limits: EngineLimits,
         device: torch.device,
-        progress: Progress | None = None,
     ) -> None:
-        self.program, self.device = load_program(folder / PROGRAM_DIR), device
-        files = open_weight_files(folder, manifest, checkpoint)
-        self._check_memory(num_blocks, manifest.limits.num_slots)
-        # First, so that a lack of memory shows before weights are read for minutes.
-        self.states = allocate_states(self.program.states, num_blocks, manifest.limits.num_slots, device)
-        logger.info("loading %d weights from %s", len(self.program.weights), ", ".join(str(f.path) for f in files))
-        with TensorReader(*files) as reader:
-            self.weights = load_weights(self.program.weights, reader, device, progress)
-        self._graphs = None
-        if device.type == "cuda":
-            use_cubins(folder / KERNELS_DIR)
-            self._graphs = DecodeGraphs(self._execute, self.program.inputs, manifest.limits, device)
+        self.program, self.states, self.weights, self.device = program, states, weights, device
+        is_cuda = device.type == "cuda"
+        self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device) if is_cuda else None
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         if self._graphs is None:
@@ -82,11 +75,34 @@ class EagerBackend:
         with exact_matmuls():
             return self.program.run(inputs, self.states, self.weights)
 
-    def _check_memory(self, num_blocks: int, num_slots: int) -> None:
-        extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
-        states = sum(spec.row_bytes * extent_of(spec.shape[0], extents) for spec in self.program.states)
-        weights = sum(spec.tensor.num_bytes({}) for spec in self.program.weights)
-        check_total_memory(self.device, states + weights, f"weights and {num_blocks} pages of states")
+
+def load_eager_backend(
+    folder: Path,
+    manifest: Manifest,
+    checkpoint: Path | None,
+    num_blocks: int,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> EagerBackend:
+    """The program of the bundle ``folder`` with its weights, and states of ``num_blocks`` pages."""
+    program, limits = load_program(folder / PROGRAM_DIR), manifest.limits
+    files = open_weight_files(folder, manifest, checkpoint)
+    _check_memory(program, num_blocks, limits.num_slots, device)
+    # First, so that a lack of memory shows before weights are read for minutes.
+    states = allocate_states(program.states, num_blocks, limits.num_slots, device)
+    logger.info("loading %d weights from %s", len(program.weights), ", ".join(str(file.path) for file in files))
+    with TensorReader(*files) as reader:
+        weights = load_weights(program.weights, reader, device, progress)
+    if device.type == "cuda":
+        use_cubins(folder / KERNELS_DIR)
+    return EagerBackend(program, states, weights, limits, device)
+
+
+def _check_memory(program: Program, num_blocks: int, num_slots: int, device: torch.device) -> None:
+    extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
+    states = sum(spec.row_bytes * extent_of(spec.shape[0], extents) for spec in program.states)
+    weights = sum(spec.tensor.num_bytes({}) for spec in program.weights)
+    check_total_memory(device, states + weights, f"weights and {num_blocks} pages of states")
 
 
 @contextmanager
@@ -119,12 +135,12 @@ def make_backend(
     is_eager = name == "eager"
     chosen = device_from_name(device or ("cpu" if is_eager else "cuda"))
     if is_eager:
-        return EagerBackend(folder, manifest, checkpoint, num_blocks, chosen, progress)
+        return load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress)
     if chosen.type == "cpu":
         raise BundleError(f"the backend {name!r} executes on a GPU; use device 'cuda', or the backend 'eager'")
     trt = load_trt(name)
     check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
-    loaded = EagerBackend(folder, manifest, checkpoint, num_blocks, chosen, progress)
+    loaded = load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress)
     return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen)
 
 

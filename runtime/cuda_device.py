@@ -41,8 +41,8 @@ def check_total_memory(device: torch.device, num_bytes: int, what: str) -> None:
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else num_bytes
     if num_bytes > total:
         raise BundleError(
-            f"{what} take {num_bytes / 2**30:,.1f} GiB, but {device} has {total / 2**30:,.1f} GiB; load the bundle with "
-            "a smaller num_blocks, or build it with --precision nvfp4 --ple nvfp4"
+            f"{what} take {num_bytes / 2**30:,.1f} GiB, but {device} has {total / 2**30:,.1f} GiB; load the bundle "
+            "with a smaller num_blocks, or build it with --precision nvfp4 --ple nvfp4"
         )
 
 

@@ -84,6 +84,8 @@ class Manifest:
     """The GPU that the engine is for; None for a bundle without an engine."""
     backend: str | None
     """The TensorRT package that built the engine."""
+    kernel_targets: list[str]
+    """The GPU architectures that it has compiled CUDA kernels for."""
     limits: EngineLimits
     vocab_size: int
     stop_token_ids: tuple[int, ...]

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from qwen4exp_trt.errors import BundleError
-from qwen4exp_trt.runtime.backend import EagerBackend, allocate_states
+from qwen4exp_trt.runtime.backend import allocate_states, load_eager_backend
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.cuda_device import device_from_name
 from qwen4exp_trt.runtime.manifest import Manifest
@@ -52,7 +52,7 @@ def verify(args: argparse.Namespace, trt: ModuleType | None = None) -> None:
     longest = max(rows.context_len + len(rows.token_ids) for step in steps for rows in step.rows)
     blocks = -(-longest // limits.block_size)
     num_blocks = blocks * min(2, limits.max_batch_size)
-    program = EagerBackend(args.bundle, manifest, args.checkpoint, num_blocks, device, loading_line().show)
+    program = load_eager_backend(args.bundle, manifest, args.checkpoint, num_blocks, device, loading_line().show)
     states = allocate_states(program.program.states, num_blocks, limits.num_slots, device)
     engine = TensorRTBackend(trt, args.bundle, manifest, program.program, states, program.weights, device)
     results = compare(steps, blocks, program.program.states, (program.run, program.states), (engine.run, engine.states))

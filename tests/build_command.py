@@ -15,7 +15,7 @@ Capture = pytest.CaptureFixture[str]
 FLOAT32 = ["--activation-dtype", "float32", "--max-seq-len", "64", "--block-size", "8", "--max-batch-size", "2"]
 """Small limits, and no engine."""
 
-STAGES = ["config", "checkpoint", "plan", "export", "passes", "lower", "engine", "write"]
+STAGES = ["config", "checkpoint", "plan", "export", "passes", "lower", "engine", "kernels", "write"]
 
 
 def tree(folder: Path) -> dict[str, str]:

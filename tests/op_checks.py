@@ -68,3 +68,16 @@ def errors_of(spec: OpSpec, args: list[Any], run: Any) -> dict[str, float]:
         if arg.mutated:
             errors[arg.name] = rms_error(oracle_args[index], args[index])
     return errors
+
+
+def run_on_gpu(spec: OpSpec, args: list[Any]) -> tuple[Tensor, ...]:
+    """``spec`` on copies of the operands on the GPU; states are copied back. Freed memory is full of NaN first."""
+    del_me = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(4)]
+    del del_me
+    moved = [arg.cuda() if isinstance(arg, Tensor) else arg for arg in args]
+    outputs = as_tuple(spec.overload(*moved))
+    torch.cuda.synchronize()
+    for arg, original, copy in zip(spec.inputs, args, moved, strict=False):
+        if arg.mutated:
+            original.copy_(copy)
+    return tuple(output.cpu() for output in outputs)

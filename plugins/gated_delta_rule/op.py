@@ -93,7 +93,7 @@ def body(
     pending = batch.context_lens - held
     positions = held[:, None] + torch.arange(int(pending.max()) if len(pending) else 0)
     k, v, g, beta = operands(draft_rows[slots[:, None], positions % (2 * num_drafts)])
-    initial = batch.load_history(recurrent_state, slot_ids)
+    initial = batch.load_state(recurrent_state, slot_ids)
     _, initial = recurrent_steps(k, k, v, g, beta, initial, pending, pending)
 
     rows = torch.cat([conv_out[:, key_width:], ba], -1)

@@ -93,12 +93,19 @@ __device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
 // weight / (global scale * NVFP4_UNIT). The constant belongs into the scale that multiplies the sum.
 constexpr float NVFP4_UNIT = 256.f;
 
+// A multiplication by 2^a + 2^b places the sign and the magnitude of two nibbles at once, and not on the busy ALU pipe.
 __device__ __forceinline__ void e2m1_words(uint32 codes, uint32 words[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32 nibbles = codes >> (4 * i);  // element i in bits 0-3, element i + 4 in bits 16-19
-    words[i] = (nibbles & 0x00080008u) << 12 | (nibbles & 0x00070007u) << 6;
+  for (int i = 0; i < 2; ++i) {
+    uint32 half = i ? codes >> 8 : codes;  // element 2i in bits 0-3, 2i + 1 in 4-7, 2i + 4 and 2i + 5 16 bits above
+    words[2 * i] = (half & 0x000f000fu) * 0x1040u & 0x81c081c0u;
+    words[2 * i + 1] = (half & 0x00f000f0u) * 0x0104u & 0x81c081c0u;
   }
+}
+
+__device__ __forceinline__ float e2m1_value(uint32 code) {
+  uint32 bits = (code & 8u) << 28 | (code & 7u) << 22;  // times 2^-126
+  return bits_to_float(bits) * 0x1p126f;
 }
 
 // The scale times 2^118 as two equal bf16; `scale` is not negative, as no NVFP4 block scale is.
@@ -181,13 +188,14 @@ __device__ __forceinline__ void sine_cosine(float angle, float* sine, float* cos
 
 // --- memory -----------------------------------------------------------------------------------------------------
 
-// 16 bytes of read-only data that is used once: kept out of L1.
+// 16 bytes of data that is used once: kept out of L1. Not `.nc`: the compiler moves such a load, as any by `__ldg`, behind
+// a `wait_for_previous` that follows it.
 __device__ __forceinline__ uint4 load_streaming(const void* from) {
 #ifdef Q4E_EMULATE
   return *static_cast<const uint4*>(from);
 #else
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
@@ -270,6 +278,18 @@ __device__ __forceinline__ void wait_for_previous() {
 __device__ __forceinline__ void start_next() {
 #if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Counts one of `count` arrivals at `counter` and says whether it was the last, after which the counter is zero again. What
+// threads of the block wrote before a barrier in front of this is visible behind the last arrival and a barrier after it.
+__device__ __forceinline__ bool is_last_arrival(uint32* counter, int count) {
+#ifdef Q4E_EMULATE
+  return atomicInc(counter, uint32(count - 1)) == uint32(count - 1);
+#else
+  uint32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+  return before == uint32(count - 1);
 #endif
 }
 

@@ -1,6 +1,7 @@
 // Index queries, pooled group keys and the rings of raw keys: every task is a warp's.
-// Macros: ACTIVATION (bf16 or float), HEADS (query heads), DIM, HALF (rotated pairs), RATIO (tokens of a group), PAGE
-// (groups of a page), RING (rows of a ring), MROPE_HEIGHT and MROPE_WIDTH (frequencies below them may follow that axis).
+// Macros: ACTIVATION (bf16 or float), HEADS (query heads), DIM, HALF (rotated pairs), RATIO (tokens of a group),
+// PAGE (groups of a page), RING (rows of a ring), MROPE_HEIGHT and MROPE_WIDTH (frequencies below them may follow
+// that axis).
 #include "q4e.cuh"
 
 constexpr int WARPS = 4;
@@ -175,7 +176,8 @@ qsa_indexer(const ACTIVATION* index_qk, const float* q_gain, const float* k_gain
   const Operands x = {index_qk, positions, index_k_cache, index_k_ring, index_position_ring, query_start_loc,
                       seq_lens, slot_ids,  block_table,   num_seqs,     index_q,             num_tokens,
                       batch_size, max_blocks, eps};
-  // The sequences come first, since theirs is the longest chain; then a task for each head of each token, the key's last.
+  // The sequences come first, since theirs is the longest chain; then a task for each head of each token, the
+  // key's last.
   const int64 task = int64(blockIdx.x) * WARPS + threadIdx.x / WARP - batch_size;
   const int token = int(task / (HEADS + 1)), head = int(task % (HEADS + 1));
   const bool is_query = task >= 0 && head < HEADS;

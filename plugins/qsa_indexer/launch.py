@@ -18,8 +18,8 @@ def launches(call: Call) -> Iterator[Launch]:
     heads, remainder = divmod(dims["N"], dims["D"])
     if remainder or heads < 2 or not 0 < 2 * dims["R"] <= dims["D"] or dims["RS"] < ratio:
         raise PluginError(
-            f"q4e::qsa_indexer: N={dims['N']}, D={dims['D']}, R={dims['R']}, RS={dims['RS']}; expected N a multiple of D "
-            f"(query heads | key), at least one rotated pair and 2 R <= D, RS >= compress_ratio={ratio}"
+            f"q4e::qsa_indexer: N={dims['N']}, D={dims['D']}, R={dims['R']}, RS={dims['RS']}; expected N a multiple of "
+            f"D (query heads | key), at least one rotated pair and 2 R <= D, RS >= compress_ratio={ratio}"
         )
     defines = (
         ("ACTIVATION", c_type(call["index_qk"].dtype)),

@@ -162,9 +162,11 @@ def test_progress_and_table(bundle: Path, checkpoint: Path, capsys: Capture) -> 
     progress = f"{config}\n{rest}"
     assert [re.fullmatch(r"(\w+) +\d+\.\d s", line)[1] for line in progress.splitlines()] == STAGES  # type: ignore[index]
     rows = {line[:20].strip(): line[22:] for line in table.splitlines()}
-    assert list(rows) == ["bundle", "engine", "precision", "weights", "states", "memory", "step", "passes", "time"]
+    names = ["bundle", "engine", "kernels", "precision", "weights", "states", "memory", "step", "passes", "time"]
+    assert list(rows) == names
     assert rows["bundle"] == str(bundle)
     assert rows["engine"] == "0.00 MiB for sm121, by tensorrt-rtx"
+    assert re.fullmatch(r"\d+ for sm121, \d+\.\d\d MiB", rows["kernels"])
     assert re.fullmatch(r"\d+\.\d MiB in \d+ tensors", rows["weights"])
     assert re.fullmatch(r"\d+\.\d MiB for a sequence of 64 tokens", rows["states"])
     assert re.fullmatch(r"2\.\d\d GiB, fits: 114\.00 GiB usable", rows["memory"])

@@ -2,43 +2,53 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 from released_model import CONVERTED_TO_NVFP4, OFFICIAL_FP8, PUBLISHED_NVFP4, released_config
 
 from qwen4exp_trt.builder.compile import ExportOptions, transform_config
-from qwen4exp_trt.builder.kernels import kernels_of
+from qwen4exp_trt.builder.kernels import architecture_of_target, compile_kernels, kernels_of
+from qwen4exp_trt.builder.plan import DEVICES
+from qwen4exp_trt.errors import BuildError, PluginError
 from qwen4exp_trt.passes.pipeline import Quantization
-from qwen4exp_trt.plugins.compile import Cubin, compile_kernel
+from qwen4exp_trt.plugins import compile as compile_module
+from qwen4exp_trt.plugins.compile import Cubin, compile_kernel, cubin_key, load_cubin
 from qwen4exp_trt.plugins.kernels import Kernel
 from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.program import Program
 
-GB10, GB10_SMS = "sm_121a", 48
+GB10 = "sm_121a"
 LIMITS = EngineLimits(max_batch_size=64, max_seq_len=262144, prefill_chunk=2048, block_size=64)
 TARGETS = [GB10, pytest.param("sm_90", marks=pytest.mark.slow), pytest.param("sm_80", marks=pytest.mark.slow)]
 
 
 @cache
-def released_kernels() -> dict[Kernel, None]:
-    """Of one layer of each kind, at released sizes, in every format that weights are published in or converted to."""
+def released_programs() -> list[Program]:
+    """One layer of each kind, at released sizes, in every format that weights are published in or converted to."""
     config = replace(released_config(), num_hidden_layers=4, layer_types=released_config().layer_types[:4])
-    found: dict[Kernel, None] = {}
+    programs = []
     for formats in ({}, OFFICIAL_FP8, PUBLISHED_NVFP4, CONVERTED_TO_NVFP4):
         ours = {name: fmt for name, fmt in formats.items() if not name.startswith("layers.") or int(name[7]) < 4}
         ours = {name: fmt for name, fmt in ours.items() if not name.startswith("layers.") or name[8] == "."}
         for kv_cache_dtype in ("auto", "float8_e4m3fn"):
             options = ExportOptions("bfloat16", kv_cache_dtype, LIMITS.block_size)
-            program, _ = transform_config(config, options, Quantization(ours))
-            found |= dict.fromkeys(kernels_of(program, LIMITS, GB10_SMS))
-    return found
+            programs.append(transform_config(config, options, Quantization(ours))[0])
+    return programs
+
+
+@cache
+def released_kernels(num_sms: int) -> dict[Kernel, None]:
+    return {kernel: None for program in released_programs() for kernel in kernels_of(program, LIMITS, num_sms)}
 
 
 @cache
 def compiled(arch: str) -> dict[Kernel, Cubin]:
-    return {kernel: compile_kernel(kernel, arch) for kernel in released_kernels()}
+    return {kernel: compile_kernel(kernel, arch) for kernel in released_kernels(DEVICES["sm121"].num_sms)}
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -49,3 +59,36 @@ def test_kernels_spill_nothing(arch: str) -> None:
 
 def test_every_plugin_has_kernels() -> None:
     assert not [name for name, spec in plugin_specs().items() if spec.launches is None]
+
+
+@pytest.mark.parametrize("num_sms", [20, 84, 132, 192])
+def test_the_gpu_decides_about_geometry_but_not_about_kernels(num_sms: int) -> None:
+    """So the kernels that are compiled for an architecture serve every GPU of it."""
+    assert set(released_kernels(num_sms)) == set(released_kernels(DEVICES["sm121"].num_sms))
+
+
+def test_compiled_kernels_are_found_by_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = released_programs()[0]
+    files = compile_kernels(program, LIMITS, ["sm121", "sm90"])
+    kernels = kernels_of(program, LIMITS, 48)
+    assert set(files) == {f"{cubin_key(kernel, arch)}.cubin" for kernel in kernels for arch in (GB10, "sm_90")}
+    for name, code in files.items():
+        (tmp_path / name).write_bytes(code)
+    monkeypatch.setattr(compile_module, "compile_kernel", lambda *args: pytest.fail("it is in the folder"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    assert load_cubin(kernels[0], GB10, [tmp_path]) == files[f"{cubin_key(kernels[0], GB10)}.cubin"]
+
+
+@pytest.mark.parametrize("target", ["sm999", "sm75", "sm_90", "gb10", ""])
+def test_targets_that_the_compiler_does_not_know(target: str) -> None:
+    with pytest.raises(BuildError, match=r"cannot be compiled for '\w*'; NVRTC here compiles them for sm80, .*, sm121"):
+        architecture_of_target(target)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.core", None)
+    compile_module._cuda_core.cache_clear()
+    with pytest.raises(
+        PluginError, match=r"need cuda-python, which is not installed; run: pip install 'qwen4exp-trt\[cuda\]'"
+    ):
+        architecture_of_target("sm121")

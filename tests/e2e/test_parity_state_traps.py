@@ -54,11 +54,16 @@ def test_trap_06_decode_hashes_the_accepted_tokens(tiny: Pair) -> None:
     expected = tiny.check(prompt + tokens)
     stepper = Stepper(core, prompt + tokens)
     stepper.run(len(prompt))
+    ids = tiny.state(StateKind.NGRAM_IDS)
+    kept: dict[str, torch.Tensor] = {}
     for t in range(len(prompt), len(prompt) + len(tokens)):
+        kept = {name: state.clone() for name, state in tiny.backend.states.items()}
         assert_logits_equal(expected[t : t + 1], stepper.run(1), REFERENCE_BOUND)
-        ring = tiny.state(StateKind.NGRAM_IDS)[stepper.sequence.memory.slot]
-        assert [int(ring[p % len(ring)]) for p in (t - 1, t)] == (prompt + tokens)[t - 1 : t + 1]
-    tiny.state(StateKind.NGRAM_IDS).fill_(-1)
+        history = ids[stepper.sequence.memory.slot, torch.tensor([t - 1, t]) % ids.shape[1]]
+        assert history.tolist() == (prompt + tokens)[t - 1 : t + 1]
+    for name, state in tiny.backend.states.items():
+        state.copy_(kept[name])
+    ids.fill_(-1)
     stepper.sequence.num_computed -= 1
     assert relative_error(expected[-1:], stepper.run(1)) > VISIBLE
 

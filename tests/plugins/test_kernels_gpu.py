@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from op_checks import CASES, as_tuple, errors_of, make_operands
-from torch import Tensor
+from op_checks import CASES, errors_of, make_operands, run_on_gpu
 
 from qwen4exp_trt.plugins.spec import Case, OpSpec
 
 pytestmark = pytest.mark.gpu
 KERNEL_CASES = [case for case in CASES if case.values[0].launches is not None]
-
-
-def run_on_gpu(spec: OpSpec, args: list[Any]) -> tuple[Tensor, ...]:
-    """``spec`` on copies of the operands on the GPU; states are copied back. Freed memory is full of NaN first."""
-    del_me = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(4)]
-    del del_me
-    moved = [arg.cuda() if isinstance(arg, Tensor) else arg for arg in args]
-    outputs = as_tuple(spec.overload(*moved))
-    torch.cuda.synchronize()
-    for arg, original, copy in zip(spec.inputs, args, moved, strict=False):
-        if arg.mutated:
-            original.copy_(copy)
-    return tuple(output.cpu() for output in outputs)
 
 
 @pytest.mark.parametrize("spec,case,dtype", KERNEL_CASES)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_checks import as_tuple, errors_of
-from test_kernels_gpu import run_on_gpu
+from op_checks import as_tuple, errors_of, run_on_gpu
 from torch import Tensor
 
 from qwen4exp_trt.plugins.number_formats import e4m3_from_float, quantize_nvfp4

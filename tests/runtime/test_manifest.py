@@ -35,6 +35,7 @@ def make_manifest(folder: Path) -> Manifest:
         calibration=Calibration({"layers.0.linear_attn.out_proj.nvfp4_linear": 0.25}, "text.txt", "1" * 64, 4096),
         target="sm121",
         backend="tensorrt-rtx",
+        kernel_targets=["sm121", "sm90"],
         limits=EngineLimits(2, 64, 32, 16),
         vocab_size=96,
         stop_token_ids=(3, 5),
@@ -89,7 +90,7 @@ WRONG_VALUES = {
     None: {"target", "backend", "checkpoint", "converted", "calibration"},
     "text": {"precision", "ple_precision", "activation_dtype", "kv_cache_dtype", "target", "backend"},
     1.5: set(),
-    ("x",): {"weights", "passes"},
+    ("x",): {"weights", "passes", "kernel_targets"},
 }
 """A value -> the fields that may have it."""
 
