@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def peaked(rows: int, seed: int = 0) -> Tensor:
     return logits.scatter_add(1, likely, 14 * torch.rand(rows, 40, generator=generator))
 
 
-def operands(logits: Tensor, params: list[tuple[float, int, float, float]], seed: int = 0) -> list[Any]:
+def operands(logits: Tensor, params: Sequence[tuple[float, int, float, float]], seed: int = 0) -> list[Any]:
     temperatures, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*params, strict=True))
     generator = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**63), 2**63 - 1, (len(params),), generator=generator)
