@@ -223,6 +223,18 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
 #endif
 }
 
+// `prefetch_l2` of BYTES from `address` on; both are multiples of 16.
+template <int BYTES>
+__device__ __forceinline__ void prefetch_l2_row(const void* address) {
+#ifndef Q4E_EMULATE
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(BYTES));
+#else
+  for (int at = 0; at < BYTES; at += 128) prefetch_l2(static_cast<const char*>(address) + at);
+#endif
+#endif
+}
+
 // Asynchronous copy of 16 bytes from global to shared memory; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid = true) {
 #ifdef Q4E_EMULATE
