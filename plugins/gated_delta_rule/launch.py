@@ -59,8 +59,8 @@ def _check(call: Call, threads: int, shared_bytes: int) -> None:
     if heads % num_k_heads or key_dim % 4 or value_dim % 4 or threads > MAX_THREADS or shared_bytes > MAX_SHARED_BYTES:
         raise PluginError(
             f"gated_delta_rule: {num_k_heads} key heads of {key_dim} and {heads} value heads of {value_dim}; the "
-            "kernel takes a number of value heads that key heads divide, and heads whose dims 4 divides and whose state has "
-            f"at most {MAX_THREADS * ROWS * 4} elements"
+            "kernel takes a number of value heads that key heads divide, and heads whose dims 4 divides and whose state "
+            f"has at most {MAX_THREADS * ROWS * 4} elements"
         )
     if ring % 2 or not 2 <= ring <= 2 * _CHUNK:
         raise PluginError(f"gated_delta_rule: a ring of {ring} draft rows, expected an even number up to {2 * _CHUNK}")
