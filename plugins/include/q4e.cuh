@@ -223,15 +223,10 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
 #endif
 }
 
-// `prefetch_l2` of BYTES from `address` on; both are multiples of 16.
-template <int BYTES>
-__device__ __forceinline__ void prefetch_l2_row(const void* address) {
-#ifndef Q4E_EMULATE
-#if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(BYTES));
-#else
-  for (int at = 0; at < BYTES; at += 128) prefetch_l2(static_cast<const char*>(address) + at);
-#endif
+// The same for `num_bytes` from `address` on, both multiples of 16, by one thread. Below SM90 it does nothing.
+__device__ __forceinline__ void prefetch_l2(const void* address, uint32 num_bytes) {
+#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(num_bytes));
 #endif
 }
 
