@@ -142,7 +142,7 @@ def split_columns(rows: int, columns: int, step: int, num_sms: int) -> Split:
         steps = split.parts * K_WARPS * split.segments * split.steps
         tiles_of_sm = split.parts * tiles / num_sms
         balance = tiles_of_sm / math.ceil(tiles_of_sm)
-        return total / steps * balance * (WORTH_OF_PARTS if split.parts > 1 else 1) * (1 + 0.02 * split.steps)
+        return total / steps * balance * (WORTH_OF_PARTS if split.parts > 1 else 1) * split.steps / (split.steps + 0.5)
 
     def splits() -> Iterator[Split]:
         for parts in range(least_parts, most_parts + 1):
