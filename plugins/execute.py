@@ -14,8 +14,8 @@ from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.compile import architecture, load_cubin
 from qwen4exp_trt.plugins.kernels import F32, Kernel, Launch, Plan, ScratchRef, TensorRef
 
-_STATIC_SHARED_LIMIT = 48 * 1024
-"""Dynamic shared memory beyond this has to be asked for."""
+_SHARED_LIMIT = 32 * 1024
+"""Dynamic shared memory beyond this is asked for: with the static one, of which no launch knows, 48 KiB come unasked."""
 
 _cubin_folders: list[Path] = []
 
@@ -55,7 +55,7 @@ def _address(arg: Any, pointers: Mapping[str, int], scratch: int, semaphores: in
 def _prepared(launch: Launch, device_index: int) -> tuple[Any, Any, list[tuple[Any, Any]]]:
     """The loaded kernel, its configuration, and each argument with its value, None for an address."""
     kernel = _load(launch.kernel, device_index)
-    if launch.shared_bytes > _STATIC_SHARED_LIMIT:
+    if launch.shared_bytes > _SHARED_LIMIT:
         _allow_shared_memory(kernel, launch, device_index)
     config = _core().LaunchConfig(
         grid=launch.grid,

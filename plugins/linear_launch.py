@@ -131,6 +131,8 @@ class Split:
     parts: int
     segments: int
     steps: int
+    k_warps: int = 4
+    halves: int = 2
 
 
 def split_columns(rows: int, columns: int, step: int, num_sms: int) -> Split:
@@ -166,12 +168,21 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
     tokens = 1 << (x.count - 1).bit_length()
     groups = form.step // 32
     padding = 8 // groups if groups > 1 else 0
-    sizes = {"TOKENS": tokens, "STEPS": split.steps, "SEGMENTS": split.segments, "BLOCKS_PER_SM": RESIDENT, "PREFETCH": PREFETCH, "PIN": PIN}
-    blocks = _ceil_div(weight.rows, TILE_ROWS * ROW_TILES)
+    sizes = {
+        "TOKENS": tokens,
+        "STEPS": split.steps,
+        "SEGMENTS": split.segments,
+        "BLOCKS_PER_SM": RESIDENT,
+        "PREFETCH": PREFETCH,
+        "PIN": PIN,
+        "K_WARPS": split.k_warps,
+        "TILE_HALVES": split.halves,
+    }
+    blocks = _ceil_div(weight.rows, 8 * split.halves * 8 // split.k_warps)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
         grid=(min(blocks, max(BLOCKS_PER_SM * call.num_sms // split.parts, 1)), split.parts, 1),
-        threads=ROW_TILES * K_WARPS * WARP,
+        threads=256,
         args=(
             x.values,
             *weight.args,
@@ -182,7 +193,7 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
             weight.rows,
             weight.columns,
         ),
-        shared_bytes=16 * split.segments * split.steps * K_WARPS * groups * (4 * tokens + padding),
+        shared_bytes=16 * split.segments * split.steps * split.k_warps * groups * (4 * tokens + padding),
     )
 
 
