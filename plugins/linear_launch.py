@@ -112,7 +112,7 @@ def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
 
 TILE_ROWS, ROW_TILES, K_WARPS = 16, 2, 4
 BLOCKS_PER_SM = 2
-RESIDENT, PREFETCH, PIN = 2, 0, 1
+RESIDENT, PREFETCH, PIN, START = 2, 0, 1, 0
 MOST_STEPS = 5
 """Steps of a warp that are on their way at once: each 16 bytes of two rows for every lane."""
 MOST_STAGED_COLUMNS = 2560
@@ -175,6 +175,7 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
         "BLOCKS_PER_SM": RESIDENT,
         "PREFETCH": PREFETCH,
         "PIN": PIN,
+        "START": START,
         "K_WARPS": split.k_warps,
         "TILE_HALVES": split.halves,
     }

@@ -54,7 +54,7 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
            float* partial_sums, uint32* arrivals, int tokens, int rows, int columns) {
   DYNAMIC_SHARED(uint4, staged);
   __shared__ float sums[2][ROW_TILES * K_WARPS][TOKENS * SUM_STRIDE];
-  start_next();
+  if (START == 0) start_next();
   const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const int k_warp = warp % K_WARPS, row_tile = warp / K_WARPS;
   const int num_tiles = ceil_div(rows, TILE_ROWS), tiles_apart = ROW_TILES * gridDim.x;
@@ -84,9 +84,11 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
   };
   for (int i = 1; i <= PREFETCH; ++i) prefetch(tile + i * tiles_apart);
 
+  if (START == 1) start_next();
   wait_for_previous();
   stage_tokens(staged, x, tokens, columns, first_column);
   __syncthreads();
+  if (START == 2) start_next();
   const uint4* mine = staged + k_warp * STEP_UNITS + g % TOKENS * 4 + t;
   const int rounds = ceil_div(num_tiles, tiles_apart);
   for (int round = 0; round < rounds; ++round, tile += tiles_apart) {
