@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -144,7 +145,7 @@ def moe_launches(call: Call) -> Iterator[Launch]:
     for first in range(0, total, MOST_ROWS):
         rows = Rows(first, min(MOST_ROWS, total - first), **scratch)
         yield _router(call, sizes, rows)
-        if total == 1 and sizes.on_tensor_cores and _one_token_warps(sizes) <= WARP:
+        if total == 1 and sizes.on_tensor_cores and sum(_one_token_warps(sizes)) <= WARP:
             yield from _one_token(call, sizes, rows)
         else:
             yield from _grouped_tokens(call, sizes, rows)
@@ -178,7 +179,7 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
         warps, group = 4, 32
         return Launch(
             Kernel(
-                "moe/router_tiles.cu", "router_tiles", (*defines, ("WARPS", warps), ("GROUP", group), ("AHEAD", 4))
+                "moe/router_tiles.cu", "router_tiles", (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 4))
             ),
             grid=(sizes.experts // 16 + 1, -(-rows.count // group), 1),
             threads=warps * WARP,
@@ -197,29 +198,30 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
 
 # --- one token ------------------------------------------------------------------------------------------------------
 
-
-def _shared_warps(sizes: Sizes) -> int:
-    """The warps of `down_one` for the shared expert: as long as those of the routed ones take, whatever the formats."""
-    return max(1, -(-sizes.routed.format.step * sizes.shared.inner // (sizes.shared.format.step * sizes.routed.inner)))
+ONE_ROWS, ONE_AHEAD = 8, 5
 
 
-def _one_token_warps(sizes: Sizes) -> int:
-    return sizes.choices + _shared_warps(sizes)
+def _one_token_warps(sizes: Sizes) -> tuple[int, int]:
+    """The warps of `down_one` for pairs of routed experts and for the shared one, which take about as long each."""
+    routed, shared = sizes.routed, sizes.shared
+    steps = shared.inner // shared.format.step
+    steps_of_half = steps // 2 if steps % 2 == 0 else steps
+    alike = round(steps * routed.format.step / (2 * routed.inner))
+    return -(-sizes.choices // 2), _largest_divisor(steps_of_half, max(alike, 1))
 
 
 def _one_token(call: Call, sizes: Sizes, rows: Rows) -> Iterator[Launch]:
     yield _gate_up(call, sizes, rows, group=8, shared_groups=1, routed_groups=sizes.choices, one_token=1)
+    routed_warps, shared_warps = _one_token_warps(sizes)
     defines = (
         *sizes.groups,
-        ("GROUP", 8),
-        ("NORMALIZED", sizes.normalized),
-        ("SHARED_WARPS", _shared_warps(sizes)),
-        *(("ROUTED_TILES", 1), ("SHARED_TILES", 1), ("ROUTED_DEPTH", 5), ("SHARED_DEPTH", 5)),
+        *(("GROUP", 8), ("NORMALIZED", sizes.normalized), ("SHARED_WARPS", shared_warps)),
+        *(("ROUTED_TILES", 1), ("SHARED_TILES", 1), ("ROUTED_AHEAD", ONE_AHEAD), ("SHARED_AHEAD", ONE_AHEAD)),
     )
     yield Launch(
         Kernel("moe/down_one.cu", "down_one", defines),
-        grid=(sizes.hidden // 16, 1, 1),
-        threads=_one_token_warps(sizes) * WARP,
+        grid=(sizes.hidden // ONE_ROWS, 1, 1),
+        threads=(routed_warps + shared_warps) * WARP,
         args=(*sizes.routed.args("down"), *sizes.shared.args("down"), rows.logits, rows.hidden, call["out"]),
     )
 
@@ -270,34 +272,44 @@ def _grouped_tokens(call: Call, sizes: Sizes, rows: Rows) -> Iterator[Launch]:
 
 
 GATE_UP_WARPS, DOWN_WARPS = 5, 4
+LOADS_AHEAD = 8
+"""Of 16 bytes that a lane has on their way."""
 
 
-def _tiles(experts: Experts) -> tuple[int, int]:
-    """(tiles of a warp, steps on their way): 16-bit rows are long enough for one tile."""
-    return (1, 4) if experts.format == BF16 else (2, 2)
+def _tiles(experts: Experts) -> int:
+    """Tiles of a warp; a 16-bit row is long enough for one."""
+    return 1 if experts.format == BF16 else 2
 
 
 def _tile_defines(sizes: Sizes) -> Defines:
-    tiles, depth = _tiles(sizes.routed)
-    shared_tiles, shared_depth = _tiles(sizes.shared)
-    return ("ROUTED_TILES", tiles), ("ROUTED_DEPTH", depth), ("SHARED_TILES", shared_tiles), ("SHARED_DEPTH", shared_depth)
+    tiles, shared_tiles = _tiles(sizes.routed), _tiles(sizes.shared)
+    return (
+        *(("ROUTED_TILES", tiles), ("ROUTED_AHEAD", LOADS_AHEAD // (2 * tiles))),
+        *(("SHARED_TILES", shared_tiles), ("SHARED_AHEAD", LOADS_AHEAD // (2 * shared_tiles))),
+    )
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(divisor for divisor in range(most, 0, -1) if number % divisor == 0)
 
 
 def _gate_up(
     call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, routed_groups: int, one_token: int
 ) -> Launch:
     routed, shared = sizes.routed, sizes.shared
-    (tiles, _), (shared_tiles, _) = _tiles(routed), _tiles(shared)
+    tiles, shared_tiles = _tiles(routed), _tiles(shared)
     shared_blocks = shared_groups * (shared.inner // (8 * shared_tiles))
+    steps = math.gcd(sizes.hidden // routed.format.step, sizes.hidden // shared.format.step)
+    warps = _largest_divisor(steps, GATE_UP_WARPS)
     defines = (
         *sizes.groups,
         *_tile_defines(sizes),
-        *(("GROUP", group), ("WARPS", GATE_UP_WARPS), ("ONE_TOKEN", one_token), ("MIN_BLOCKS", 4)),
+        *(("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token), ("MIN_BLOCKS", 4 if group == 8 else 3)),
     )
     return Launch(
         Kernel("moe/gate_up.cu", "gate_up", defines),
         grid=(shared_blocks + routed_groups * (routed.inner // (8 * tiles)), 1, 1),
-        threads=GATE_UP_WARPS * WARP,
+        threads=warps * WARP,
         args=(
             call["x"],
             *routed.args("gate_up"),
@@ -307,21 +319,26 @@ def _gate_up(
             *rows.span,
             shared_blocks,
         ),
-        shared_bytes=4 * GATE_UP_WARPS * 16 * max(tiles, shared_tiles) * group,
+        shared_bytes=4 * warps * 16 * max(tiles, shared_tiles) * group,
     )
 
 
 def _down(call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, routed_groups: int) -> Launch:
-    (tiles, _), (shared_tiles, _) = _tiles(sizes.routed), _tiles(sizes.shared)
+    routed, shared = sizes.routed, sizes.shared
+    tiles, shared_tiles = _tiles(routed), _tiles(shared)
     shared_blocks = shared_groups * (sizes.hidden // (16 * shared_tiles * DOWN_WARPS))
-    defines = (*sizes.groups, *_tile_defines(sizes), ("GROUP", group), ("WARPS", DOWN_WARPS), ("MIN_BLOCKS", 4))
+    defines = (
+        *sizes.groups,
+        *_tile_defines(sizes),
+        *(("GROUP", group), ("WARPS", DOWN_WARPS), ("MIN_BLOCKS", 4 if group == 8 else 3)),
+    )
     return Launch(
         Kernel("moe/down.cu", "down", defines),
         grid=(shared_blocks + routed_groups * (sizes.hidden // (16 * tiles * DOWN_WARPS)), 1, 1),
         threads=DOWN_WARPS * WARP,
         args=(
-            *sizes.routed.args("down"),
-            *sizes.shared.args("down"),
+            *routed.args("down"),
+            *shared.args("down"),
             *(rows.hidden, rows.order, rows.items, rows.num_items, call["query_start_loc"], call["num_seqs"]),
             rows.outputs,
             *rows.span,
@@ -338,7 +355,7 @@ def _any_size(
     defines = (
         *sizes.groups,
         *(("GROUP", group), ("ACTIVATION", c_type(sizes.activation))),
-        *(("ROUTED_TILES", 1), ("ROUTED_DEPTH", 1), ("SHARED_TILES", 1), ("SHARED_DEPTH", 1)),
+        *(("ROUTED_TILES", 1), ("ROUTED_AHEAD", 1), ("SHARED_TILES", 1), ("SHARED_AHEAD", 1)),
     )
     lists = (rows.order, rows.items, rows.num_items, call["query_start_loc"], call["num_seqs"])
 

@@ -1,6 +1,6 @@
 // down h of the routed experts and of the shared one, a row of `outputs` for each entry. A warp computes 16 * ROUTED_TILES rows for
 // a group of tokens.
-// HIDDEN; WARPS; ROUTED_TILES, ROUTED_DEPTH, SHARED_TILES, SHARED_DEPTH: of `RowTiles`; and the macros of groups.cuh.
+// HIDDEN; WARPS; ROUTED_TILES, ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of `RowTiles`; and the macros of groups.cuh.
 #include "moe/groups.cuh"
 
 constexpr int THREADS = WARPS * WARP;
@@ -16,7 +16,7 @@ struct Step {
 
 // What `route` wrote may be read before this kernel's turn: the one before it waited for `route` and let this one start
 // behind that.
-template <typename Format, int COLUMNS, int T, int D>
+template <typename Format, int COLUMNS, int T, int AHEAD>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Step& step) {
   constexpr int BLOCKS = HIDDEN / (16 * T * WARPS);
   const int index = block / BLOCKS, row = (block % BLOCKS * WARPS + threadIdx.x / WARP) * (16 * T);
@@ -29,8 +29,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     return;
   }
   const Weights weights = matrix<Format>(experts, group.expert, HIDDEN, COLUMNS);
-  using Tiles = RowTiles<Format, COLUMNS, T, 16, 8, D>;
-  Tiles tiles(weights, row, 0, Tiles::STEPS);
+  RowTiles<Format, COLUMNS, T, 16, COLUMNS / Format::STEP, AHEAD> tiles(weights, row + lane / 4, row + lane / 4 + 8, 0);
   const float scale = sum_scale<Format>(weights, 0);
   const bf16* tokens[N];
 #pragma unroll
@@ -65,10 +64,10 @@ down(const void* values, const void* block_scales, const float* global_scales, c
   const bool is_shared = int(blockIdx.x) < shared_blocks;
   const int block = is_shared ? blockIdx.x : blockIdx.x - shared_blocks;
   if constexpr (ALIKE) {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_DEPTH>(is_shared ? shared : routed, is_shared, block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), is_shared, block, step);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_DEPTH>(shared, true, block, step);
+    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, true, block, step);
   } else {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_DEPTH>(routed, false, block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, false, block, step);
   }
 }

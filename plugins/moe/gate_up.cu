@@ -1,6 +1,6 @@
 // silu(gate x) * (up x) of the routed experts and of the shared one. A block computes 8 * ROUTED_TILES hidden elements for a group
 // of tokens; its warps share the elements of x among them.
-// HIDDEN; WARPS; ROUTED_TILES, ROUTED_DEPTH, SHARED_TILES, SHARED_DEPTH: of `RowTiles`; ONE_TOKEN: 1 where the step has one token, whose
+// HIDDEN; WARPS; ROUTED_TILES, ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of `RowTiles`; ONE_TOKEN: 1 where the step has one token, whose
 // experts are chosen here; and the macros of groups.cuh.
 #include "moe/groups.cuh"
 
@@ -18,7 +18,7 @@ struct Step {
 
 // The `index`-th best expert of the one token.
 __device__ __forceinline__ int chosen_expert(const float* logits, int index) {
-  __shared__ uint2 candidates[EXPERTS];
+  __shared__ Candidates candidates;
   __shared__ Choice chosen[CHOICES];
   if (threadIdx.x < WARP) choose_experts(logits, candidates, chosen);
   __syncthreads();
@@ -65,12 +65,11 @@ __device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_
 }
 
 // Block `block` of those of the routed experts, or of the shared one, whose weights may be read before anything else.
-template <typename Format, int ROWS, int T, int D>
+template <typename Format, int ROWS, int T, int AHEAD>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Step& step) {
-  using Tiles = RowTiles<Format, HIDDEN, T, 8, ROWS, D>;
-  constexpr int BLOCKS = ROWS / (8 * T), STEPS = ceil_div(Tiles::STEPS, WARPS);
-  const int index = block / BLOCKS, first_row = block % BLOCKS * (8 * T);
-  const int first_step = min(int(threadIdx.x) / WARP * STEPS, Tiles::STEPS);
+  constexpr int BLOCKS = ROWS / (8 * T), STEPS = HIDDEN / Format::STEP / WARPS;
+  static_assert(HIDDEN % (Format::STEP * WARPS) == 0, "as many steps for every warp");
+  const int index = block / BLOCKS, first_row = block % BLOCKS * (8 * T), lane_row = first_row + threadIdx.x % WARP / 4;
   Group group = {0, 0, 0, nullptr};
   if (!is_shared) {
     wait_for_previous();
@@ -79,7 +78,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     if (group.count == 0) return;
   }
   const Weights weights = matrix<Format>(experts, 2 * group.expert, ROWS, HIDDEN);
-  Tiles tiles(weights, first_row, first_step, min(first_step + STEPS, Tiles::STEPS));
+  RowTiles<Format, HIDDEN, T, 8, STEPS, AHEAD> tiles(weights, lane_row, lane_row + ROWS, threadIdx.x / WARP * STEPS);
   const float gate_scale = sum_scale<Format>(weights, 0), up_scale = sum_scale<Format>(weights, 1);
   if (is_shared) {
     wait_for_previous();
@@ -108,10 +107,10 @@ gate_up(const bf16* x, const void* values, const void* block_scales, const float
   const bool is_shared = int(blockIdx.x) < shared_blocks;
   const int block = is_shared ? blockIdx.x : blockIdx.x - shared_blocks;
   if constexpr (ALIKE) {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_DEPTH>(is_shared ? shared : routed, is_shared, block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), is_shared, block, step);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_DEPTH>(shared, true, block, step);
+    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, true, block, step);
   } else {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_DEPTH>(routed, false, block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, false, block, step);
   }
 }

@@ -12,7 +12,7 @@ constexpr bool is_same = false;
 template <typename A>
 constexpr bool is_same<A, A> = true;
 // Whether one piece of code serves the routed experts and the shared one.
-constexpr bool ALIKE = is_same<ROUTED, SHARED> && INNER == SHARED_INNER && ROUTED_TILES == SHARED_TILES && ROUTED_DEPTH == SHARED_DEPTH;
+constexpr bool ALIKE = is_same<ROUTED, SHARED> && INNER == SHARED_INNER && ROUTED_TILES == SHARED_TILES && ROUTED_AHEAD == SHARED_AHEAD;
 
 // What `route` found; `order` is null where entries follow one another.
 struct Group {

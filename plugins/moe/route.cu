@@ -49,7 +49,7 @@ __device__ __forceinline__ void make_lists(const int* chosen, int entries, int* 
 extern "C" __global__ void __launch_bounds__(THREADS)
 route(const float* logits, int* chosen, float* weights, int* order, Item* items, int* num_items, uint32* counter,
       const int* query_start_loc, const int* num_seqs, int first_token, int tokens) {
-  DYNAMIC_SHARED(uint2, candidates);  // EXPERTS a warp
+  DYNAMIC_SHARED(Candidates, candidates);  // one a warp
   __shared__ Choice choices[WARPS][CHOICES];
   __shared__ float choice_weights[WARPS][CHOICES];
   const int warp = threadIdx.x / WARP, token = blockIdx.x * WARPS + warp;
@@ -58,7 +58,7 @@ route(const float* logits, int* chosen, float* weights, int* order, Item* items,
   const int real = real_tokens(query_start_loc, num_seqs, first_token, tokens);
   if (token < real) {
     const float* of_token = logits + int64(token) * LOGITS_PITCH;
-    choose_experts(of_token, candidates + warp * EXPERTS, choices[warp]);
+    choose_experts(of_token, candidates[warp], choices[warp]);
     weigh_choices<NORMALIZED>(of_token, choices[warp], choice_weights[warp]);
     for (int i = threadIdx.x % WARP; i < CHOICES; i += WARP) {
       chosen[token * CHOICES + i] = choices[warp][i].expert;

@@ -1,6 +1,6 @@
 // Router logits of many tokens on tensor cores, and the logits of the shared expert's gate. A block takes 16 rows of the
 // router and GROUP tokens, and its warps share the elements of x among them; the last block of a group takes the gate.
-// HIDDEN, EXPERTS, CHOICES; WARPS; GROUP: a multiple of 8; AHEAD: steps on their way.
+// HIDDEN, EXPERTS, CHOICES; WARPS; GROUP: a multiple of 8; STEPS_AHEAD: of `RowTiles`.
 #include "moe/routing.cuh"
 #include "moe/tiles.cuh"
 
@@ -17,11 +17,11 @@ __device__ __forceinline__ float dot(const bf16* a, const bf16* b) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 router_tiles(const bf16* x, const bf16* router, const bf16* shared_gate, float* logits, int first_token, int tokens) {
-  using Tiles = RowTiles<Bf16, HIDDEN, 1, 16, 8, AHEAD>;
-  constexpr int STEPS = ceil_div(Tiles::STEPS, WARPS);
+  constexpr int STEPS = HIDDEN / Bf16::STEP / WARPS;
+  static_assert(HIDDEN % (Bf16::STEP * WARPS) == 0, "as many steps for every warp");
   __shared__ float parts[WARPS][16][GROUP];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row = blockIdx.x * 16;
-  const int first = blockIdx.y * GROUP, count = min(GROUP, tokens - first), first_step = min(warp * STEPS, Tiles::STEPS);
+  const int first = blockIdx.y * GROUP, count = min(GROUP, tokens - first);
   x += int64(first_token + first) * HIDDEN, logits += int64(first) * LOGITS_PITCH;
   if (row >= EXPERTS) {
     wait_for_previous();
@@ -32,7 +32,7 @@ router_tiles(const bf16* x, const bf16* router, const bf16* shared_gate, float* 
     }
     return;
   }
-  Tiles tiles({router, nullptr, nullptr}, row, first_step, min(first_step + STEPS, Tiles::STEPS));
+  RowTiles<Bf16, HIDDEN, 1, 16, STEPS, STEPS_AHEAD> tiles({router, nullptr, nullptr}, row + lane / 4, row + lane / 4 + 8, warp * STEPS);
   wait_for_previous();
   start_next();
   const bf16* rows[N];

@@ -27,13 +27,20 @@ __device__ __forceinline__ float from_sortable(uint32 key) {
   return bits_to_float(key >> 31 ? key ^ 0x80000000u : ~key);
 }
 
-// By one warp: the CHOICES experts of largest logits, in descending order; a tie goes to the lower expert. `candidates`
-// has room for EXPERTS. All lanes see `chosen` afterwards.
+// What `choose_experts` needs of shared memory.
+struct Candidates {
+  uint32 keys[EXPERTS];
+  int experts[EXPERTS];
+};
+
+// By one warp: the CHOICES experts of largest logits, in descending order; a tie goes to the lower expert. All lanes see
+// `chosen` afterwards.
 //
-// CHOICES lanes have an own largest logit of at least the CHOICES-th of the lanes' largest ones. So no expert below it is
-// chosen, which leaves a few candidates to rank (all experts where all logits are equal).
-__device__ __forceinline__ void choose_experts(const float* logits, uint2* candidates, Choice* chosen) {
+// At least CHOICES lanes have a logit that is not below the CHOICES-th distinct one of the lanes' largest ones. So no expert
+// below it is chosen, which leaves a few candidates to rank.
+__device__ __forceinline__ void choose_experts(const float* logits, Candidates& candidates, Choice* chosen) {
   constexpr int PER_LANE = ceil_div(EXPERTS, WARP);
+  static_assert(PER_LANE <= 32, "a bit for each expert of a lane");
   const int lane = threadIdx.x % WARP;
   uint32 keys[PER_LANE], largest = 0;
 #pragma unroll
@@ -42,34 +49,40 @@ __device__ __forceinline__ void choose_experts(const float* logits, uint2* candi
     keys[i] = expert < EXPERTS ? sortable(__ldcg(logits + expert)) : 0;
   }
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) largest = max(largest, keys[i]);
-  int rank = 0;
-#pragma unroll
-  for (int other = 0; other < WARP; ++other) {
-    uint32 its_largest = __shfl_sync(FULL_MASK, largest, other);
-    rank += its_largest > largest || (its_largest == largest && other < lane);
-  }
-  unsigned limit_lane = __ballot_sync(FULL_MASK, rank == CHOICES - 1);  // none if CHOICES > WARP
-  uint32 limit = __shfl_sync(FULL_MASK, largest, limit_lane ? __ffs(limit_lane) - 1 : 0);
-  limit = limit_lane ? max(limit, 1u) : 1u;
-  int count = 0;
-#pragma unroll
   for (int i = 0; i < PER_LANE; ++i) {
-    unsigned votes = __ballot_sync(FULL_MASK, keys[i] >= limit);
-    int place = count + __popc(votes & ((1u << lane) - 1u));
-    if (keys[i] >= limit) candidates[place] = make_uint2(keys[i], i * WARP + lane);
+    if (i * WARP + lane < EXPERTS) candidates.keys[i * WARP + lane] = keys[i];
+    largest = max(largest, keys[i]);
+  }
+  uint32 limit = 0;
+#pragma unroll 1
+  for (int i = 0; i < CHOICES; ++i) {
+    limit = __reduce_max_sync(FULL_MASK, largest);
+    largest = largest == limit ? 0 : largest;
+  }
+  limit = max(limit, 1u);  // zero if lanes tie or are fewer: then all experts are candidates
+  unsigned mine = 0;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) mine |= unsigned(keys[i] >= limit) << i;
+  int count = 0;
+#pragma unroll 1
+  for (unsigned votes; (votes = __ballot_sync(FULL_MASK, mine != 0)) != 0;) {
+    if (mine != 0) candidates.experts[count + __popc(votes & ((1u << lane) - 1u))] = (__ffs(mine) - 1) * WARP + lane;
+    mine &= mine - 1;
     count += __popc(votes);
   }
   __syncwarp();
-  for (int mine = lane; mine < count; mine += WARP) {
-    uint2 candidate = candidates[mine];
+#pragma unroll 1
+  for (int place = lane; place < count; place += WARP) {
+    const int expert = candidates.experts[place];
+    const uint32 key = candidates.keys[expert];
     int better = 0;
 #pragma unroll 4
-    for (int other = 0; other < count; ++other) {
-      uint2 its = candidates[other];
-      better += its.x > candidate.x || (its.x == candidate.x && its.y < candidate.y);
+    for (int i = 0; i < count; ++i) {
+      const int other = candidates.experts[i];
+      const uint32 its_key = candidates.keys[other];
+      better += its_key > key || (its_key == key && other < expert);
     }
-    if (better < CHOICES) chosen[better] = {int(candidate.y), from_sortable(candidate.x)};
+    if (better < CHOICES) chosen[better] = {expert, from_sortable(key)};
   }
   __syncwarp();
 }

@@ -16,6 +16,11 @@ struct Weights {
   const float* global_scales;   // NVFP4: of each matrix
 };
 
+__device__ __forceinline__ Weights select(bool first, const Weights& a, const Weights& b) {
+  return {first ? a.values : b.values, first ? a.block_scales : b.block_scales,
+          first ? a.global_scales : b.global_scales};
+}
+
 template <typename Format>
 __device__ __forceinline__ int64 value_bytes(int64 elements);
 template <>
@@ -54,35 +59,45 @@ __device__ __forceinline__ float sum_scale<Nvfp4>(const Weights& weights, int pa
   return Nvfp4::UNIT * weights.global_scales[part];
 }
 
-// Products of one warp: TILES tiles of 16 rows of COLUMNS elements with groups of 8 tokens. The first rows of two
-// neighbouring tiles are TILE_ROWS apart; a tile's upper 8 rows lie SLOT_ROWS behind its lower 8. DEPTH steps of weights are
-// on their way at a time.
-template <typename Format, int COLUMNS, int TILES, int TILE_ROWS, int SLOT_ROWS, int DEPTH>
+// The same matrix from row `rows` on. Not for FP8, whose rows share scales.
+template <typename Format>
+__device__ __forceinline__ Weights behind(const Weights& weights, int rows, int columns) {
+  static_assert(!Format::HAS_SUM_SCALES, "rows with scales of their own");
+  return {static_cast<const uint8*>(weights.values) + value_bytes<Format>(int64(rows) * columns),
+          static_cast<const uint8*>(weights.block_scales) + scale_bytes<Format>(rows, columns), weights.global_scales};
+}
+
+// Products of one warp: TILES tiles of 16 rows of COLUMNS elements with groups of 8 tokens, in COUNT steps. The first rows
+// of two neighbouring tiles are TILE_ROWS apart. At most AHEAD steps of weights are on their way at a time.
+template <typename Format, int COLUMNS, int TILES, int TILE_ROWS, int COUNT, int AHEAD>
 struct RowTiles {
+  static constexpr int DEPTH = AHEAD < COUNT ? AHEAD : COUNT;
+  static_assert(COUNT * Format::STEP <= COLUMNS, "steps of a row");
+
   typename Format::Rows rows[TILES];
   typename Format::Fragment ring[DEPTH][TILES];
-  int first, end;  // steps
+  int first;  // element of K that the lane begins with
 
-  static constexpr int STEPS = COLUMNS / Format::STEP;
-  static_assert(COLUMNS % Format::STEP == 0, "whole steps");
-
-  // Starts to read steps `first_step` up to `end_step` of the tiles from `row` on.
-  __device__ __forceinline__ RowTiles(const Weights& weights, int row, int first_step, int end_step)
-      : first(first_step), end(end_step) {
-    const int lane = threadIdx.x % WARP, k = first * Format::STEP + lane % 4 * (8 * Format::GROUPS);
+  // Starts to read rows `low` and `high` of the first tile, those of this lane, from step `step` on.
+  __device__ __forceinline__ RowTiles(const Weights& weights, int low, int high, int step)
+      : first(step * Format::STEP + threadIdx.x % 4 * (8 * Format::GROUPS)) {
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-      int low = row + tile * TILE_ROWS + lane / 4;
-      rows[tile] = Format::locate(weights.values, weights.block_scales, COLUMNS, low, low + SLOT_ROWS, k);
+      if constexpr (Format::HAS_SUM_SCALES) {
+        const int row = low + tile * TILE_ROWS;
+        rows[tile] = Format::locate(weights.values, weights.block_scales, COLUMNS, row, row + (high - low), first);
+      } else {  // spelled as a distance of pointers, which needs no registers
+        const Weights from = behind<Format>(weights, tile * TILE_ROWS, COLUMNS);
+        rows[tile] = Format::locate(from.values, from.block_scales, COLUMNS, low, high, first);
+      }
     }
 #pragma unroll
-    for (int place = 0; place < DEPTH; ++place) fetch(place, first + place);
+    for (int place = 0; place < DEPTH; ++place) fetch(place, place);
   }
 
   __device__ __forceinline__ void fetch(int place, int step) {
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
-      ring[place][tile] = Format::load(rows[tile], (step - first) * Format::STEP, step < end);
+    for (int tile = 0; tile < TILES; ++tile) ring[place][tile] = Format::load(rows[tile], step * Format::STEP, true);
   }
 
   // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4.
@@ -90,8 +105,7 @@ struct RowTiles {
   __device__ __forceinline__ void multiply(const bf16* const (&tokens)[N], float (&sums)[TILES][N][4]) {
     const bf16* x[N];
 #pragma unroll
-    for (int n = 0; n < N; ++n)
-      x[n] = tokens[n] + first * Format::STEP + threadIdx.x % 4 * (8 * Format::GROUPS);
+    for (int n = 0; n < N; ++n) x[n] = tokens[n] + first;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
@@ -99,11 +113,12 @@ struct RowTiles {
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[tile][n][i] = 0.f;
 #pragma unroll 1
-    for (int step = first; step < end; step += DEPTH) {
+    for (int step = 0; step < COUNT; step += DEPTH) {
 #pragma unroll
       for (int place = 0; place < DEPTH; ++place) {
-        if (step + place < end) multiply_step(ring[place], x, (step + place - first) * Format::STEP, sums);
-        fetch(place, step + place + DEPTH);
+        if (COUNT % DEPTH == 0 || step + place < COUNT)
+          multiply_step(ring[place], x, (step + place) * Format::STEP, sums);
+        if (COUNT > DEPTH && step + place + DEPTH < COUNT) fetch(place, step + place + DEPTH);
       }
     }
   }
