@@ -166,7 +166,14 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
     tokens = 1 << (x.count - 1).bit_length()
     groups = form.step // 32
     padding = 8 // groups if groups > 1 else 0
-    sizes = {"TOKENS": tokens, "STEPS": split.steps, "SEGMENTS": split.segments, "BLOCKS_PER_SM": RESIDENT, "PREFETCH": PREFETCH, "PIN": PIN}
+    sizes = {
+        "TOKENS": tokens,
+        "STEPS": split.steps,
+        "SEGMENTS": split.segments,
+        "BLOCKS_PER_SM": RESIDENT,
+        "PREFETCH": PREFETCH,
+        "PIN": PIN,
+    }
     blocks = _ceil_div(weight.rows, TILE_ROWS * ROW_TILES)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
