@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, TensorRef, c_type
+from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, c_type
 
 WARP = 32
 MOST_ROWS = 512
@@ -179,7 +179,9 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
         warps, group = 4, 32
         return Launch(
             Kernel(
-                "moe/router_tiles.cu", "router_tiles", (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 4))
+                "moe/router_tiles.cu",
+                "router_tiles",
+                (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 4)),
             ),
             grid=(sizes.experts // 16 + 1, -(-rows.count // group), 1),
             threads=warps * WARP,

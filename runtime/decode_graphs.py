@@ -76,7 +76,7 @@ def move_inputs(
 ) -> Mapping[str, Tensor]:
     """``inputs`` (on the CPU) on ``device``, as they are."""
     layout = InputLayout(specs, StepShape.of(inputs))
-    buffer = torch.empty(layout.size, dtype=torch.int32, device=device)
+    buffer = torch.empty(layout.size, dtype=torch.uint8, device=device)
     _copy_inputs(layout, inputs, buffer)
     return layout.views(buffer)
 
@@ -84,6 +84,6 @@ def move_inputs(
 def _copy_inputs(layout: InputLayout, inputs: Mapping[str, Tensor], target: Tensor) -> None:
     """Pack ``inputs`` into ``target`` on a GPU by one copy that nobody waits for."""
     # Torch keeps pinned memory from being reused before the copy has ended.
-    staged = torch.empty(layout.size, dtype=torch.int32, pin_memory=True)
+    staged = torch.empty(layout.size, dtype=torch.uint8, pin_memory=True)
     layout.pack(inputs, staged)
     target.copy_(staged, non_blocking=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,10 +10,12 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
-from qwen4exp_trt.runtime.specs import TensorSpec, extent_of
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES, TensorSpec, extent_of
+from qwen4exp_trt.runtime.weights import dtype_from_name
 
-_ALIGNMENT = 64
-"""Of an input in the buffer, in int32 elements: what an allocation of its own would have."""
+_ALIGNMENT = 256
+"""Of an input in the buffer: what an allocation of its own would have."""
+_BITS = {2: torch.int16, 4: torch.int32}
 _ROWS_LADDER = (1, 2, 4, DRAFT_ROWS)
 """Rows a sequence of the steps that are captured."""
 
@@ -62,37 +63,41 @@ def captured_shape(inputs: Mapping[str, Tensor], limits: EngineLimits) -> StepSh
 
 
 class InputLayout:
-    """Where each input of steps of one shape is in an int32 buffer."""
+    """Where each input of steps of one shape is in a buffer of bytes."""
 
     def __init__(self, specs: Sequence[TensorSpec], shape: StepShape) -> None:
-        assert all(spec.dtype == "int32" for spec in specs), specs
-        self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        self._places: list[tuple[TensorSpec, slice, tuple[int, ...]]] = []
         self.size = 0
-        """Elements of the buffer."""
+        """Bytes of the buffer."""
         for spec in specs:
-            extents = tuple(extent_of(dim, shape.dims) for dim in spec.shape)
-            self._places[spec.name] = slice(self.size, self.size + math.prod(extents)), extents
-            self.size += -(-math.prod(extents) // _ALIGNMENT) * _ALIGNMENT
+            extents, num_bytes = tuple(extent_of(dim, shape.dims) for dim in spec.shape), spec.num_bytes(shape.dims)
+            self._places.append((spec, slice(self.size, self.size + num_bytes), extents))
+            self.size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The inputs in ``buffer``."""
-        return {name: buffer[place].view(extents) for name, (place, extents) in self._places.items()}
+        return {
+            spec.name: buffer[place].view(dtype_from_name(spec.dtype)).view(extents)
+            for spec, place, extents in self._places
+        }
 
     def pack(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Write ``inputs`` (on the CPU) into ``buffer`` (likewise), behind them what pads a step to the shape.
 
         Padding sequences have no rows, no tokens and no pages; ``num_seqs`` of the inputs does not count them.
         """
-        elements = buffer.numpy()
-        for name, (place, extents) in self._places.items():
-            source, target = inputs[name].numpy(), elements[place].reshape(extents)
+        memory = buffer.numpy()
+        for spec, place, extents in self._places:
+            bits = _BITS[DTYPE_BYTES[spec.dtype]]  # NumPy has no BF16
+            source = inputs[spec.name].view(bits).numpy()
+            target = memory[place].view(source.dtype).reshape(extents)
             if source.shape != extents:
-                target[...] = _padding(name, source)
+                target[...] = _padding(spec.name, source)
             target[tuple(slice(extent) for extent in source.shape)] = source
 
     def padding(self) -> Tensor:
         """A buffer (on the CPU) of a step that is padding only: it changes no state."""
-        buffer = torch.zeros(self.size, dtype=torch.int32)
+        buffer = torch.zeros(self.size, dtype=torch.uint8)
         self.views(buffer)["block_table"].fill_(-1)
         return buffer
 

@@ -13,7 +13,12 @@ from qwen4exp_trt.plugins.experts import route
 from qwen4exp_trt.plugins.registry import all_specs
 
 HIDDEN, INNER, EXPERTS, CHOICES = 2560, 640, 512, 10
-TOKENS = {"nvfp4_moe": (1, 2, 4, 8, 64, 512), "nvfp4_routed_moe": (1, 4, 8, 64), "fp8_routed_moe": (1, 8), "moe": (1, 8)}
+TOKENS = {
+    "nvfp4_moe": (1, 2, 4, 8, 64, 512),
+    "nvfp4_routed_moe": (1, 4, 8, 64),
+    "fp8_routed_moe": (1, 8),
+    "moe": (1, 8),
+}
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:

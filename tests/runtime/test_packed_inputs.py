@@ -57,7 +57,7 @@ def test_packed_inputs_are_padded(query_lens: tuple[int, ...]) -> None:
     shape = captured_shape(inputs, LIMITS)
     assert shape is not None
     layout = InputLayout(input_specs(), shape)
-    buffer = torch.full((layout.size,), 12345, dtype=torch.int32)
+    buffer = torch.full((layout.size,), 123, dtype=torch.uint8)
     layout.pack(inputs, buffer)
     views = layout.views(buffer)
     padding = {"query_start_loc": sum(query_lens), "block_table": -1}
@@ -71,7 +71,7 @@ def test_packed_inputs_are_padded(query_lens: tuple[int, ...]) -> None:
 def test_a_buffer_of_the_steps_own_shape_holds_it_as_it_is() -> None:
     inputs = step(3, 9)
     layout = InputLayout(input_specs(), StepShape.of(inputs))
-    buffer = torch.empty(layout.size, dtype=torch.int32)
+    buffer = torch.empty(layout.size, dtype=torch.uint8)
     layout.pack(inputs, buffer)
     assert all(torch.equal(view, inputs[name]) for name, view in layout.views(buffer).items())
 
