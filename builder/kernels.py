@@ -39,8 +39,8 @@ def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Ker
 def compile_kernels(program: Program, limits: EngineLimits, targets: Sequence[str]) -> dict[str, bytes]:
     """The kernels of a step within ``limits`` for GPU architectures such as ``sm121``, by file name.
 
-    The runtime finds a kernel by its name, which is a hash of its content, and compiles those that are missing: launchers
-    choose some by the number of multiprocessors, which not all GPUs of an architecture share.
+    The runtime finds a kernel by its name, which is a hash of its content, and compiles those that are missing:
+    launchers choose some by the number of multiprocessors, which not all GPUs of an architecture share.
     """
     files: dict[str, bytes] = {}
     for target in targets:
