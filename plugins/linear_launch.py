@@ -112,6 +112,7 @@ def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
 
 TILE_ROWS, ROW_TILES, K_WARPS = 16, 2, 4
 BLOCKS_PER_SM = 2
+RESIDENT, PREFETCH, PIN = 2, 0, 1
 MOST_STEPS = 5
 """Steps of a warp that are on their way at once: each 16 bytes of two rows for every lane."""
 MOST_STAGED_COLUMNS = 2560
@@ -165,7 +166,14 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
     tokens = 1 << (x.count - 1).bit_length()
     groups = form.step // 32
     padding = 8 // groups if groups > 1 else 0
-    sizes = {"TOKENS": tokens, "STEPS": split.steps, "SEGMENTS": split.segments, "BLOCKS_PER_SM": BLOCKS_PER_SM}
+    sizes = {
+        "TOKENS": tokens,
+        "STEPS": split.steps,
+        "SEGMENTS": split.segments,
+        "BLOCKS_PER_SM": RESIDENT,
+        "PREFETCH": PREFETCH,
+        "PIN": PIN,
+    }
     blocks = _ceil_div(weight.rows, TILE_ROWS * ROW_TILES)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),

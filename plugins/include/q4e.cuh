@@ -281,6 +281,18 @@ __device__ __forceinline__ void start_next() {
 #endif
 }
 
+// Counts one of `count` arrivals at `counter` and says whether it was the last, after which the counter is zero again. What
+// threads of the block wrote before a barrier in front of this is visible behind the last arrival and a barrier after it.
+__device__ __forceinline__ bool is_last_arrival(uint32* counter, int count) {
+#ifdef Q4E_EMULATE
+  return atomicInc(counter, uint32(count - 1)) == uint32(count - 1);
+#else
+  uint32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+  return before == uint32(count - 1);
+#endif
+}
+
 // True in every thread of the last of `num_blocks` blocks to come here, after which `counter` is zero again. What the
 // other blocks wrote to global memory before they came is visible to it.
 __device__ __forceinline__ bool is_last_block(uint32* counter, int num_blocks) {

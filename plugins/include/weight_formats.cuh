@@ -14,7 +14,7 @@
 //   decode                 one group of a fragment as the A operands of two mmas
 //   arrange                8 activations as the B operands of those
 //   value                  one element, without UNIT
-// Rows start at multiples of 16 bytes, so K is a multiple of 8 * GROUPS. No load is of anything but the weight.
+// Rows start at multiples of 16 bytes, so K is a multiple of 8 * GROUPS. No load is by `__ldg`, see `load_streaming`.
 #pragma once
 #include "q4e.cuh"
 
@@ -74,9 +74,13 @@ struct Nvfp4 {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       fragment.codes[i] = load_weight(rows.codes[i] + offset / 2, valid);
-      fragment.scales[i] = valid ? __ldg(reinterpret_cast<const uint16*>(rows.scales[i] + offset / 16)) : 0;
+      fragment.scales[i] = valid ? *reinterpret_cast<const uint16*>(rows.scales[i] + offset / 16) : 0;
     }
     return fragment;
+  }
+  static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) prefetch_l2(rows.codes[i] + offset / 2);
   }
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
     uint32 words[2][4];
@@ -129,9 +133,13 @@ struct Fp8Blocks {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       fragment.codes[i] = load_weight(rows.codes[i] + offset, valid);
-      fragment.scales[i] = __ldg(rows.scales[i] + min((rows.k + offset) / BLOCK, rows.last_block));
+      fragment.scales[i] = rows.scales[i][min((rows.k + offset) / BLOCK, rows.last_block)];
     }
     return fragment;
+  }
+  static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) prefetch_l2(rows.codes[i] + offset);
   }
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
     uint32 words[2][4];
@@ -174,6 +182,10 @@ struct Bf16 {
   }
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
     return {{load_weight(rows.values[0] + 2 * offset, valid), load_weight(rows.values[1] + 2 * offset, valid)}};
+  }
+  static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) prefetch_l2(rows.values[i] + 2 * offset);
   }
   static __device__ __forceinline__ void decode(const Fragment& fragment, int, uint32 a[2][4]) {
     uint4 low = fragment.values[0], high = fragment.values[1];

@@ -36,15 +36,12 @@ __device__ __forceinline__ void stage_tokens(uint4* staged, const bf16* x, int t
 __device__ __forceinline__ void add_parts(const PartialSums& partial, const Result<FORMAT, OUTPUT, SCALES_ROWS>& result,
                                           uint32* arrivals, int first_tile, int num_tiles) {
   __shared__ bool is_last[MAX_PART_TILES];
-  __threadfence();
   __syncthreads();
   const int mine = ceil_div(num_tiles - first_tile, int(gridDim.x));
   if (threadIdx.x < mine) {
-    uint32* counter = arrivals + first_tile + threadIdx.x * gridDim.x;
-    is_last[threadIdx.x] = atomicInc(counter, uint32(partial.parts - 1)) == uint32(partial.parts - 1);
+    is_last[threadIdx.x] = is_last_arrival(arrivals + first_tile + threadIdx.x * gridDim.x, partial.parts);
   }
   __syncthreads();
-  __threadfence();
   for (int i = threadIdx.x; i < mine * partial.tokens * TILE_ROWS; i += THREADS) {
     const int index = i / (TILE_ROWS * partial.tokens), token = i / TILE_ROWS % partial.tokens;
     const int row = (first_tile + index * gridDim.x) * TILE_ROWS + i % TILE_ROWS;
@@ -79,6 +76,13 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
   Rows from = locate(tile);
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) fragments[step][0] = load(from, tile, step);
+  auto prefetch = [&](int tile) {
+    if (tile >= num_tiles) return;
+    const Rows ahead = locate(tile);
+    for (int step = 0; step < SEGMENTS * STEPS; ++step)
+      if (k + step * STRIDE < columns) FORMAT::prefetch(ahead, step * STRIDE);
+  };
+  for (int i = 1; i <= PREFETCH; ++i) prefetch(tile + i * tiles_apart);
 
   wait_for_previous();
   stage_tokens(staged, x, tokens, columns, first_column);
@@ -89,6 +93,7 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
     const int token = threadIdx.x % TILE_THREADS / TILE_ROWS, row = tile * TILE_ROWS + threadIdx.x % TILE_ROWS;
     const float scale = result.scale(row);
     float products[1][2][4] = {};
+    if (PREFETCH) prefetch(tile + (PREFETCH + 1) * tiles_apart);
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       const bool is_last = segment == SEGMENTS - 1;  // its successor is the next tile's first
       if (is_last) from = locate(tile + tiles_apart);
@@ -97,6 +102,7 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
         const int step = segment * STEPS + i;
         multiply_step<FORMAT, 1, 1, 2>(fragments[i], mine + step * K_WARPS * STEP_UNITS, GROUP_UNITS, 0, products);
         fragments[i][0] = load(from, is_last ? tile + tiles_apart : tile, is_last ? i : step + STEPS);
+        if (PIN) __syncwarp();  // the compiler would issue all loads behind the last product
       }
     }
     auto& buffer = sums[round % 2];

@@ -1,6 +1,6 @@
 // Attention of one query row and the (up to 16) query heads of one key head over every gridDim.y-th tile of the row's
-// tokens, on tensor cores. Keys and values go from the cache to registers in the layout that the products want, so there is
-// no shared memory between; only scores pass through it. A warp computes the scores of 8 of a tile's 32 tokens for all
+// tokens, on tensor cores. Keys and values go from the cache to registers in the layout that the products want, with no
+// shared memory between; only scores pass through it. A warp computes the scores of 8 of a tile's 32 tokens for all
 // heads, and then 64 columns of the output over all tokens.
 // Macros: HEAD_DIM (a multiple of 8), HQ, HKV, RATIO, PAGE, CACHE: bf16 or e4m3, IS_SPLIT: whether `merge` follows.
 #include "qsa_attention/selection.cuh"
@@ -20,7 +20,9 @@ struct Chunk;
 template <>
 struct Chunk<bf16> {
   uint4 bits;
-  __device__ __forceinline__ uint32 word(int i) const { return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w; }
+  __device__ __forceinline__ uint32 word(int i) const {
+    return i == 0 ? bits.x : i == 1 ? bits.y : i == 2 ? bits.z : bits.w;
+  }
   // Columns 2i and 2i + 1, as two bf16.
   __device__ __forceinline__ uint32 columns(int i) const { return word(i); }
   // Column i of this and of `other`.
@@ -40,8 +42,8 @@ struct Chunk<e4m3> {
   }
 };
 
-// Past L1: the cache's newest rows were written by the kernel before this one. Zeros where there is nothing to read, so that
-// what pages hold behind a sequence's last token (NaN, maybe) cannot get in through 0 * NaN.
+// Past L1: the cache's newest rows were written by the kernel before this one. Zeros where there is nothing to read, so
+// that what pages hold behind a sequence's last token (NaN, maybe) cannot get in through 0 * NaN.
 __device__ __forceinline__ Chunk<bf16> load_chunk(const bf16* from, bool valid) {
   return {valid ? __ldcg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0)};
 }
@@ -225,7 +227,7 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const CACHE* cache = kv_cache + kv_head * HEAD_DIM;
 
-  // `prepare` started this kernel when all before `prepare` was done. So in front of the wait everything may be read but
+  // `prepare` started this kernel when all before `prepare` was done. So in front of the wait all may be read but
   // the rows of the step's new tokens.
   TileWalk walk(selected_groups + int64(token) * num_groups, num_groups, blockIdx.y, gridDim.y);
   const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size);

@@ -1,12 +1,14 @@
-// Joins the splits of one query head and applies the output gate, one block a head of a row. Threads of a slice have four
-// places of a part each; slices share the splits. Macros: HEAD_DIM (a multiple of 4), HQ, HKV, ACTIVATION: bf16 or float.
+// Joins the splits of one query head and applies the output gate, one block a head of a row. Threads of a slice have
+// four places of a part each; slices share the splits.
+// Macros: HEAD_DIM (a multiple of 4), HQ, HKV, ACTIVATION: bf16 or float.
 #include "qsa_attention/parts.cuh"
 
 constexpr int MAX_THREADS = 512;
 constexpr int QUARTERS = PART_WIDTH / 4;  // float4 of a part
 constexpr int AHEAD = 9, SUMS_AHEAD = 4;  // loads of a thread that are under way together
 
-__device__ __forceinline__ void load_parts(float4 parts[AHEAD], const float4* from, int split, int num_splits, int slices) {
+__device__ __forceinline__ void load_parts(float4 parts[AHEAD], const float4* from, int split, int num_splits,
+                                           int slices) {
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) {
     const int at = split + i * slices;
@@ -30,7 +32,8 @@ merge(const float* partial_out, const float2* partial_sums, const ACTIVATION* qk
   if (!is_real) return;
 
   const float2* pairs = partial_sums + int64(blockIdx.x) * num_splits;
-  const float4* from = reinterpret_cast<const float4*>(partial_out) + int64(blockIdx.x) * num_splits * QUARTERS + quarter;
+  const float4* from =
+      reinterpret_cast<const float4*>(partial_out) + int64(blockIdx.x) * num_splits * QUARTERS + quarter;
   float4 parts[AHEAD];
   if (slice < slices) load_parts(parts, from, slice, num_splits, slices);
   // Every warp finds the maximum and the sum for itself; the sum first in units of the lane's own maximum.

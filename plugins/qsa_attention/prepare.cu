@@ -1,6 +1,7 @@
 // Norm and rotation of the query and key heads, one warp a head of a token: queries go to `q`, keys and values to the
-// cache. Macros: HEAD_DIM, HQ, HKV, HALF (half of the rotated dims), SECTION_H, SECTION_W (frequencies of the height and
-// width axes), PAGE (tokens of a page), ACTIVATION: bf16 or float, CACHE: bf16, float or e4m3.
+// cache.
+// Macros: HEAD_DIM, HQ, HKV, HALF (half of the rotated dims), SECTION_H, SECTION_W (frequencies of the height and width
+// axes), PAGE (tokens of a page), ACTIVATION: bf16 or float, CACHE: bf16, float or e4m3.
 #include "q4e.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
@@ -52,7 +53,8 @@ prepare(const ACTIVATION* qkv, const float* q_gain, const float* k_gain, const i
   const int page = is_query ? 0 : block_table[int64(place.sequence) * max_blocks + place.position / PAGE];
 
 #pragma unroll
-  for (int i = 0; i < ROTATED_ITEMS; ++i) sine_cosine(float(rope_positions[i]) * frequencies[i], &sines[i], &cosines[i]);
+  for (int i = 0; i < ROTATED_ITEMS; ++i)
+    sine_cosine(float(rope_positions[i]) * frequencies[i], &sines[i], &cosines[i]);
   const float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + eps);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i)

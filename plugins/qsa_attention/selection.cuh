@@ -1,5 +1,4 @@
-// What `attend` and `attend_float` share: the list of the tokens that one query reads, where they are in the cache, and how
-// the splits of an output row are left for `merge`.
+// What `attend` and `attend_float` share: the list of the tokens that one query reads, and where they are in the cache.
 // Macros: HEAD_DIM, RATIO (tokens of a group; 0: dense), PAGE (tokens of a page).
 #pragma once
 #include "qsa_attention/parts.cuh"
@@ -16,9 +15,9 @@ struct CacheEntry {
 };
 
 // Walks over every `num_walks`-th tile of the list of a query, from tile `first` on; a lane has one entry of each tile.
-// Entries are RATIO tokens of the tail, then RATIO of each selected group; dense: tokens 0 to that of the query. Groups are
-// -1 behind the last selected one, so that a tile without an entry ends the walk. The loads that find an entry (group,
-// then page) are under way while the tiles in front of it are worked on.
+// Entries are RATIO tokens of the tail, then RATIO of each selected group; dense: tokens 0 to that of the query. Groups
+// are -1 behind the last selected one, so that a tile without an entry ends the walk. The loads that find an entry
+// (group, then page) are under way while the tiles in front of it are worked on.
 struct TileWalk {
   const int* groups;  // selected groups of the query
   const int* pages;   // of its sequence
