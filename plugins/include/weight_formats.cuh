@@ -60,14 +60,10 @@ struct Nvfp4 {
   };
 
   static __device__ __forceinline__ Rows locate(const void* codes, const void* scales, int columns, int low, int high, int k) {
-    Rows rows;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int64 first = int64(i ? high : low) * columns + k;
-      rows.codes[i] = static_cast<const uint8*>(codes) + first / 2;
-      rows.scales[i] = static_cast<const uint8*>(scales) + first / 16;
-    }
-    return rows;
+    const int64 first = int64(low) * columns + k, apart = int64(high - low) * columns;  // known where `high - low` is
+    const uint8 *low_codes = static_cast<const uint8*>(codes) + first / 2;
+    const uint8 *low_scales = static_cast<const uint8*>(scales) + first / 16;
+    return {{low_codes, low_codes + apart / 2}, {low_scales, low_scales + apart / 16}};
   }
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
     Fragment fragment;
@@ -174,11 +170,8 @@ struct Bf16 {
   };
 
   static __device__ __forceinline__ Rows locate(const void* values, const void*, int columns, int low, int high, int k) {
-    Rows rows;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      rows.values[i] = static_cast<const uint8*>(values) + 2 * (int64(i ? high : low) * columns + k);
-    return rows;
+    const uint8* low_values = static_cast<const uint8*>(values) + 2 * (int64(low) * columns + k);
+    return {{low_values, low_values + 2 * int64(high - low) * columns}};
   }
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
     return {{load_weight(rows.values[0] + 2 * offset, valid), load_weight(rows.values[1] + 2 * offset, valid)}};
