@@ -42,7 +42,7 @@ STEPS = [step((0, 0), (5, 8)), step((5, 8), (6, 9)), step((6, 9, 0), (10, 10, 1)
 def padded(backend: EagerBackend, inputs: Mapping[str, Tensor], shape: StepShape) -> dict[str, Tensor]:
     """``inputs`` as a graph of ``shape`` gets them."""
     layout = InputLayout(backend.program.inputs, shape)
-    buffer = torch.full((layout.size,), 12345, dtype=torch.int32)
+    buffer = torch.full((layout.size,), 123, dtype=torch.uint8)
     layout.pack(inputs, buffer)
     return layout.views(buffer)
 
