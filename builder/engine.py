@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +14,7 @@ from qwen4exp_trt.builder.layers import REPORT_START, layer_report
 from qwen4exp_trt.builder.profiles import Profile
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.plugins.tensorrt import register_creators
+from qwen4exp_trt.runtime.trt_log import make_log, one_line
 
 _MIN_ENGINE_BYTES = 4096
 """An engine of one node is larger. A builder that ran out of memory may report success and return a stump."""
@@ -47,7 +47,7 @@ def build_engine(
 
     Raises BuildError with what TensorRT logged when the target is impossible or TensorRT refuses the model.
     """
-    log = _logger_class(trt)()
+    log = make_log(trt, lambda message: message.startswith(REPORT_START))
     register_creators(trt)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -105,7 +105,7 @@ def _parse(trt: ModuleType, model: onnx.ModelProto, network: Any, log: Any) -> N
     parser = trt.OnnxParser(network, log)
     if not parser.parse(model.SerializeToString()):
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
-        described = [f"node {e.node_name()} ({e.node_operator()}): {_one_line(e.desc())}" for e in errors]
+        described = [f"node {e.node_name()} ({e.node_operator()}): {one_line(e.desc())}" for e in errors]
         raise BuildError(f"TensorRT cannot parse {model.graph.name}: {'; '.join(described)}")
 
 
@@ -121,29 +121,3 @@ def _add_profiles(builder: Any, network: Any, config: Any, profiles: Mapping[str
             profile.set_shape(name, *shape_range)
         if config.add_optimization_profile(profile) < 0:
             raise BuildError(f"TensorRT refuses the profile {profile_name}: {log.problems()}; shapes: {shapes}")
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())
-
-
-@cache
-def _logger_class(trt: ModuleType) -> type:
-    class Log(trt.ILogger):
-        """Keeps everything but the verbose messages, and of these the layer report. Prints nothing."""
-
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.messages: list[str] = []
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity != trt.ILogger.VERBOSE or message.startswith(REPORT_START):
-                self.messages.append(message)
-            if severity in (trt.ILogger.ERROR, trt.ILogger.INTERNAL_ERROR):
-                self.errors.append(message)
-
-        def problems(self) -> str:
-            return "; ".join(dict.fromkeys(map(_one_line, self.errors))) or "TensorRT logged no error"
-
-    return Log

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -22,16 +22,42 @@ def run_kernels(spec: OpSpec, args: Sequence[Any]) -> Tensor | tuple[Tensor, ...
     tensors, attrs = spec.split_args(args)
     device = tensors[spec.inputs[0].name].device
     tensors = {arg.name: _checked(spec, arg.name, tensors[arg.name], device, arg.mutated) for arg in spec.inputs}
-    plan = _plan(spec, tensors, attrs, num_multiprocessors(device.index))
-    dtypes = spec.output_dtypes([tensors[arg.name].dtype for arg in spec.inputs], attrs)
-    shapes = spec.output_shapes(spec.bind_tensors(tensors, attrs))
-    outputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
+    bound = spec.check_operands(tensors, attrs)
+    elements = {name: element_shape(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    plan = cached_plan(spec, elements, dtypes, attrs, num_multiprocessors(device.index))
+    outputs = {
+        arg.name: torch.empty(shape, dtype=dtype, device=device)
+        for arg, shape, dtype in zip(
+            spec.outputs, spec.output_shapes(bound), spec.output_dtypes(list(dtypes.values()), attrs), strict=True
+        )
+    }
     scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-    pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    pointers |= {arg.name: tensor.data_ptr() for arg, tensor in zip(spec.outputs, outputs, strict=True)}
+    pointers = {name: tensor.data_ptr() for name, tensor in (tensors | outputs).items()}
     stream = torch.cuda.current_stream(device).cuda_stream
-    execute(plan, pointers, scratch.data_ptr(), _semaphores(device).data_ptr(), device.index, stream)
-    return outputs[0] if len(outputs) == 1 else outputs
+    execute(plan, pointers, scratch.data_ptr(), semaphores(device.index).data_ptr(), device.index, stream)
+    return next(iter(outputs.values())) if len(outputs) == 1 else tuple(outputs.values())
+
+
+def cached_plan(
+    spec: OpSpec,
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Mapping[str, torch.dtype],
+    attrs: Mapping[str, Any],
+    num_sms: int,
+) -> Plan:
+    """`OpSpec.plan`, made once for equal arguments."""
+    values = tuple(tuple(value) if isinstance(value, list) else value for value in attrs.values())
+    key = (spec.name, tuple(map(tuple, shapes.values())), tuple(dtypes.values()), values, num_sms)
+    if key not in _plans:
+        _plans[key] = spec.plan(shapes, dtypes, attrs, num_sms)
+    return _plans[key]
+
+
+@cache
+def semaphores(device_index: int) -> Tensor:
+    """The zeroed counters of a GPU, which all kernels share: they run one after another, and leave them zero."""
+    return torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=f"cuda:{device_index}")
 
 
 def _checked(spec: OpSpec, name: str, tensor: Tensor, device: torch.device, is_state: bool) -> Tensor:
@@ -40,19 +66,3 @@ def _checked(spec: OpSpec, name: str, tensor: Tensor, device: torch.device, is_s
     if is_state and not tensor.is_contiguous():
         raise PluginError(f"{spec.qualified_name}: the state {name} is not contiguous")
     return tensor.contiguous()
-
-
-def _plan(spec: OpSpec, tensors: dict[str, Tensor], attrs: dict[str, Any], num_sms: int) -> Plan:
-    shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors.values())
-    values = tuple(tuple(value) if isinstance(value, list) else value for value in attrs.values())
-    key = (spec.name, shapes, values, num_sms)
-    if key not in _plans:
-        spec.check_operands(tensors, attrs)
-        elements = {name: element_shape(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        _plans[key] = spec.plan(elements, {name: tensor.dtype for name, tensor in tensors.items()}, attrs, num_sms)
-    return _plans[key]
-
-
-@cache
-def _semaphores(device: torch.device) -> Tensor:
-    return torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=device)

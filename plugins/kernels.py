@@ -17,6 +17,8 @@ import torch
 SCRATCH_ALIGNMENT = 256
 MAX_SHARED_BYTES = 99 * 1024
 """Dynamic and static shared memory of a block on SM120 and SM121."""
+MAX_SMS = 192
+"""Multiprocessors of the largest GPU; a workspace for it does for all."""
 NUM_SEMAPHORES = 4096
 """Zeroed uint32 counters that a launch may use, if it leaves them zero."""
 

@@ -15,6 +15,9 @@ import numpy as np
 import torch
 
 from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.cuda_body import cached_plan, semaphores
+from qwen4exp_trt.plugins.execute import execute, num_multiprocessors
+from qwen4exp_trt.plugins.kernels import MAX_SMS, Plan
 from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, TensorArg, dtypes_of
 
@@ -137,7 +140,7 @@ class _OpPlugin:
         return _plugin_class(self.trt)(self.spec, self.attrs)
 
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
-        dtypes = [_torch_dtypes(self.trt).get(dtype) for dtype in input_types]
+        dtypes = [torch_dtypes(self.trt).get(dtype) for dtype in input_types]
         outputs = [_trt_dtype(self.trt, dtype) for dtype in self.spec.output_dtypes(dtypes, self.attrs)]
         return outputs + [dtype for arg, dtype in zip(self.spec.inputs, input_types, strict=True) if arg.mutated]
 
@@ -164,7 +167,7 @@ class _OpPlugin:
             return False
         if pos >= num_inputs + len(self.spec.outputs):
             return types[pos] == types[self.get_aliased_input(pos - num_inputs)]
-        dtypes = [_torch_dtypes(self.trt).get(dtype) for dtype in types[: min(pos, num_inputs)]]
+        dtypes = [torch_dtypes(self.trt).get(dtype) for dtype in types[: min(pos, num_inputs)]]
         activation = self.spec.activation_dtype(dtypes, self.attrs)
         allowed = dtypes_of((*self.spec.inputs, *self.spec.outputs)[pos].dtype, activation)
         return types[pos] in [_trt_dtype(self.trt, dtype) for dtype in allowed]
@@ -176,7 +179,10 @@ class _OpPlugin:
         pass
 
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-        return 0
+        """Of the largest shapes, on the largest GPU: which one it will be is not known at the build."""
+        if self.spec.launches is None:
+            return 0
+        return self._plan([desc.max for desc in inputs], [desc.desc.type for desc in inputs], MAX_SMS).scratch_bytes
 
     def get_valid_tactics(self) -> list[int]:
         return []
@@ -190,8 +196,27 @@ class _OpPlugin:
     def attach_to_context(self, context: Any) -> Any:
         return self.clone()
 
-    def enqueue(self, *args: Any) -> None:
-        raise PluginError(f"{self.spec.qualified_name} has no CUDA kernel in this version; use the eager backend")
+    def enqueue(
+        self,
+        input_desc: Sequence[Any],
+        output_desc: Sequence[Any],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        workspace: int,
+        stream: int,
+    ) -> None:
+        device = torch.cuda.current_device()
+        plan = self._plan([d.dims for d in input_desc], [d.type for d in input_desc], num_multiprocessors(device))
+        names = [arg.name for arg in (*self.spec.inputs, *self.spec.outputs)]
+        # The updated states, behind the outputs, are the states themselves.
+        pointers = dict(zip(names, [*inputs, *outputs[: len(self.spec.outputs)]], strict=True))
+        execute(plan, pointers, workspace, semaphores(device).data_ptr(), device, stream)
+
+    def _plan(self, dims: Sequence[Any], types: Sequence[Any], num_sms: int) -> Plan:
+        names = _names(self.spec.inputs)
+        shapes = {name: tuple(shape) for name, shape in zip(names, dims, strict=True)}
+        dtypes = {name: torch_dtypes(self.trt)[dtype] for name, dtype in zip(names, types, strict=True)}
+        return cached_plan(self.spec, shapes, dtypes, self.attrs, num_sms)
 
 
 @cache
@@ -222,7 +247,8 @@ def _trt_dtype(trt: ModuleType, dtype: torch.dtype) -> Any:
 
 
 @cache
-def _torch_dtypes(trt: ModuleType) -> dict[Any, torch.dtype]:
+def torch_dtypes(trt: ModuleType) -> dict[Any, torch.dtype]:
+    """TensorRT's dtypes -> torch's, for those that ops have."""
     return {_trt_dtype(trt, dtype): dtype for dtype in _TRT_DTYPES}
 
 

@@ -33,7 +33,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message (default: none)")
     parser.add_argument("--no-thinking", action="store_true", help="with --chat: turn thinking off")
     parser.add_argument("--backend", choices=BACKENDS, default="eager", help="what executes (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", help="where it executes: cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cpu, and cuda for an engine)")
     parser.add_argument(
         "--checkpoint", metavar="FOLDER", help="where the checkpoint is now (default: where it was at the build)"
     )

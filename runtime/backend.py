@@ -26,11 +26,13 @@ from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
+from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("eager",)
+BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
@@ -128,7 +130,7 @@ def _steps_that_fit(device: torch.device) -> Iterator[None]:
 
 def make_backend(
     name: str,
-    device: str,
+    device: str | None,
     folder: Path,
     manifest: Manifest,
     checkpoint: Path | None,
@@ -136,11 +138,22 @@ def make_backend(
     progress: Progress | None = None,
     row_cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Backend:
-    """The backend called ``name``, loaded; `BundleError` for one that this version lacks, or an absent device."""
+    """The backend called ``name``, loaded, on ``device`` (None: the CPU for ``eager``, else the GPU).
+
+    `BundleError` for one that there is not, an absent device, or an engine that does not fit.
+    """
     if name not in BACKENDS:
-        raise BundleError(f"backend {name!r} cannot execute in this version; available: {', '.join(BACKENDS)}")
-    chosen = device_from_name(device)
-    return load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
+        raise BundleError(f"there is no backend {name!r}; use one of {', '.join(BACKENDS)}")
+    is_eager = name == "eager"
+    chosen = device_from_name(device or ("cpu" if is_eager else "cuda"))
+    if is_eager:
+        return load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
+    if chosen.type == "cpu":
+        raise BundleError(f"the backend {name!r} executes on a GPU; use device 'cuda', or the backend 'eager'")
+    trt = load_trt(name)
+    check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
+    loaded = load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
+    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen)
 
 
 def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:

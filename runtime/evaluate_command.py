@@ -40,7 +40,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=int, metavar="N", help="use the first N tokens of the text (default: all)")
     add("--json", type=Path, metavar="FILE", help="also write the result there (default: no)")
     add("--backend", choices=BACKENDS, default="eager", help="what executes (default: %(default)s)")
-    add("--device", default="cpu", help="where it executes: cpu, cuda or cuda:N (default: %(default)s)")
+    add("--device", help="where it executes: cpu, cuda or cuda:N (default: cpu, and cuda for an engine)")
     for name, whose in (("--checkpoint", "BUNDLE"), ("--against-checkpoint", "the one of --against")):
         text = f"where the checkpoint of {whose} is now (default: where it was at the build)"
         add(name, type=Path, metavar="FOLDER", help=text)

@@ -36,7 +36,7 @@ class LLM:
     """Generates text from a bundle.
 
     ``bundle``: a folder that ``qwen4exp-build`` made. ``backend``: ``eager`` runs the bundle's program in torch, on the
-    ``device`` ``cpu``, ``cuda`` or ``cuda:N``.
+    ``device`` ``cpu`` (the default), ``cuda`` or ``cuda:N``; ``tensorrt-rtx`` and ``tensorrt`` run its engine on a GPU.
     ``checkpoint``: where the checkpoint is now, if it moved since the build. ``num_blocks``: pages of the KV cache,
     all allocated at once; by default enough for a full batch of the longest sequences, so give fewer where memory is
     short. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. ``row_cache_bytes``:
@@ -51,7 +51,7 @@ class LLM:
         self,
         bundle: str | Path,
         backend: str = "eager",
-        device: str = "cpu",
+        device: str | None = None,
         checkpoint: str | Path | None = None,
         num_blocks: int | None = None,
         progress: Progress | None = None,

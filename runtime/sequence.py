@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk, logprobs_from_sampled
@@ -21,6 +23,11 @@ class Memory:
 
     slot: int
     blocks: list[int]
+
+    @cached_property
+    def block_row(self) -> Tensor:
+        """``blocks`` as int32: there may be thousands, which no step has to convert again."""
+        return torch.tensor(self.blocks, dtype=torch.int32)
 
 
 class Sequence:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ def run_emulated(spec: OpSpec, args: list[Any], reverse: bool = False, num_sms: 
             strict=True,
         )
     }
-    execute_emulated(plan, {**tensors, **outputs}, reverse)
+    pointers = {name: _pointer(name, tensor) for name, tensor in (tensors | outputs).items()}
+    execute_emulated(plan, pointers, reverse)
     return tuple(outputs.values())
 
 
@@ -57,8 +59,13 @@ def poisoned(shape: list[int], dtype: torch.dtype) -> Tensor:
     return torch.full(shape, torch.nan if dtype.is_floating_point else -(2**30), dtype=dtype)
 
 
-def execute_emulated(plan: Plan, tensors: dict[str, Tensor], reverse: bool = False) -> None:
-    """Run ``plan`` on CPU tensors by name. Raises AssertionError if a kernel leaves a semaphore or never ends."""
+def _pointer(name: str, tensor: Tensor) -> int:
+    assert tensor.is_contiguous(), name
+    return tensor.data_ptr()
+
+
+def execute_emulated(plan: Plan, pointers: Mapping[str, int], reverse: bool = False) -> None:
+    """Run ``plan`` on CPU memory by name. AssertionError if a kernel leaves a semaphore or never ends."""
     scratch = torch.full((plan.scratch_bytes + 1,), 255, dtype=torch.uint8)
     semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32)
 
@@ -68,8 +75,7 @@ def execute_emulated(plan: Plan, tensors: dict[str, Tensor], reverse: bool = Fal
         if isinstance(arg, int):
             return ctypes.c_int32(arg)
         if isinstance(arg, TensorRef):
-            assert tensors[arg.name].is_contiguous(), arg.name
-            return ctypes.c_void_p(tensors[arg.name].data_ptr())
+            return ctypes.c_void_p(pointers[arg.name])
         base = scratch.data_ptr() + arg.offset if isinstance(arg, ScratchRef) else semaphores.data_ptr() + 4 * arg.index
         assert isinstance(arg, ScratchRef | SemaphoreRef), arg
         return ctypes.c_void_p(base)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qwen4exp_trt.plugins.causal_conv1d.cases import CASES
+from qwen4exp_trt.plugins.causal_conv1d.launch import launches
 from qwen4exp_trt.plugins.causal_conv1d.reference import reference
 from qwen4exp_trt.plugins.numerics import dilated_causal_conv
 from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
@@ -47,5 +48,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-6, torch.bfloat16: 3e-3},
 )

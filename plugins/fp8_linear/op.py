@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qwen4exp_trt.plugins.dims import ceil_div
 from qwen4exp_trt.plugins.fp8_linear.cases import CASES
+from qwen4exp_trt.plugins.fp8_linear.launch import launches
 from qwen4exp_trt.plugins.fp8_linear.reference import reference
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, dequantize_fp8_blocks
 from qwen4exp_trt.plugins.spec import OpSpec, TensorArg
@@ -29,5 +30,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
 )

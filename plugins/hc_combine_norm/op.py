@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.plugins.hc_combine_norm.cases import CASES
+from qwen4exp_trt.plugins.hc_combine_norm.launch import launches
 from qwen4exp_trt.plugins.hc_combine_norm.reference import reference
 from qwen4exp_trt.plugins.numerics import grouped_rms_norm
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
@@ -31,5 +32,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-6, torch.bfloat16: 5e-3},
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.plugins.hc_mix.cases import CASES
+from qwen4exp_trt.plugins.hc_mix.launch import launches
 from qwen4exp_trt.plugins.hc_mix.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
@@ -24,5 +25,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-6, torch.bfloat16: 3e-3},
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from qwen4exp_trt.plugins.hc_project.cases import CASES
+from qwen4exp_trt.plugins.hc_project.launch import launches
 from qwen4exp_trt.plugins.hc_project.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
@@ -26,5 +27,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
 )

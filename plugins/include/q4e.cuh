@@ -93,12 +93,19 @@ __device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
 // weight / (global scale * NVFP4_UNIT). The constant belongs into the scale that multiplies the sum.
 constexpr float NVFP4_UNIT = 256.f;
 
+// A multiplication by 2^a + 2^b places the sign and the magnitude of two nibbles at once, and not on the busy ALU pipe.
 __device__ __forceinline__ void e2m1_words(uint32 codes, uint32 words[4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32 nibbles = codes >> (4 * i);  // element i in bits 0-3, element i + 4 in bits 16-19
-    words[i] = (nibbles & 0x00080008u) << 12 | (nibbles & 0x00070007u) << 6;
+  for (int i = 0; i < 2; ++i) {
+    uint32 half = i ? codes >> 8 : codes;  // element 2i in bits 0-3, 2i + 1 in 4-7, 2i + 4 and 2i + 5 16 bits above
+    words[2 * i] = (half & 0x000f000fu) * 0x1040u & 0x81c081c0u;
+    words[2 * i + 1] = (half & 0x00f000f0u) * 0x0104u & 0x81c081c0u;
   }
+}
+
+__device__ __forceinline__ float e2m1_value(uint32 code) {
+  uint32 bits = (code & 8u) << 28 | (code & 7u) << 22;  // times 2^-126
+  return bits_to_float(bits) * 0x1p126f;
 }
 
 // The scale times 2^118 as two equal bf16; `scale` is not negative, as no NVFP4 block scale is.
@@ -117,6 +124,12 @@ __device__ __forceinline__ uint32 multiply_bf16(uint32 a, uint32 b) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0
   return product;
 #endif
+}
+
+// The E4M3 codes in bytes 0 and 2 of `codes` as two bf16, exactly; bytes 1 and 3 are ignored. Their bits are put where
+// bf16 has them, which makes the values 2^-120 of what they are. A NaN code becomes +-480.
+__device__ __forceinline__ uint32 e4m3_pair_to_bf16(uint32 codes) {
+  return multiply_bf16((codes & 0x00800080u) << 8 | (codes & 0x007f007fu) << 4, 0x7b807b80u);
 }
 
 // --- reductions -------------------------------------------------------------------------------------------------
@@ -150,23 +163,70 @@ __device__ __forceinline__ float block_sum(float x) {
 
 // --- functions --------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+// 2^x by the instruction: two units in the last place, subnormal results are zero.
+__device__ __forceinline__ float exp2_approx(float x) {
+#ifdef Q4E_EMULATE
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 // log(1 + exp(x)), as torch: x itself above 20.
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
 
+// Sine and cosine of an angle of up to 2^22 either way, to 1e-6: reduced to a half turn exactly but for one rounding.
+__device__ __forceinline__ void sine_cosine(float angle, float* sine, float* cosine) {
+  const float turns = rintf(angle * 0.15915494f);
+  const float reduced = fmaf(turns, 1.7484555e-7f, fmaf(turns, -6.2831855f, angle));
+  *sine = __sinf(reduced);
+  *cosine = __cosf(reduced);
+}
+
 // --- memory -----------------------------------------------------------------------------------------------------
 
-// 16 bytes of read-only data that is used once: kept out of L1.
+// 16 bytes of data that is used once: kept out of L1. Not `.nc`: the compiler moves such a load, as any by `__ldg`, behind
+// a `wait_for_previous` that follows it.
 __device__ __forceinline__ uint4 load_streaming(const void* from) {
 #ifdef Q4E_EMULATE
   return *static_cast<const uint4*>(from);
 #else
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(from));
   return v;
+#endif
+}
+
+// The same of data that a kernel before this one on the stream may have written.
+__device__ __forceinline__ uint4 load_streaming_written(const void* from) {
+#ifdef Q4E_EMULATE
+  return *static_cast<const uint4*>(from);
+#else
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+#endif
+}
+
+// Asks for a line of memory to be brought into L2. Changes nothing, so it may come in front of `wait_for_previous`.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+#ifndef Q4E_EMULATE
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
+// The same for `num_bytes` from `address` on, both multiples of 16, by one thread. Below SM90 it does nothing.
+__device__ __forceinline__ void prefetch_l2(const void* address, uint32 num_bytes) {
+#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(num_bytes));
 #endif
 }
 
@@ -225,6 +285,18 @@ __device__ __forceinline__ void wait_for_previous() {
 __device__ __forceinline__ void start_next() {
 #if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Counts one of `count` arrivals at `counter` and says whether it was the last, after which the counter is zero again. What
+// threads of the block wrote before a barrier in front of this is visible behind the last arrival and a barrier after it.
+__device__ __forceinline__ bool is_last_arrival(uint32* counter, int count) {
+#ifdef Q4E_EMULATE
+  return atomicInc(counter, uint32(count - 1)) == uint32(count - 1);
+#else
+  uint32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+  return before == uint32(count - 1);
 #endif
 }
 

@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 
 from qwen4exp_trt.plugins.number_formats import dequantize_nvfp4, quantize_nvfp4_activations
 from qwen4exp_trt.plugins.nvfp4_w4a4_linear.cases import CASES
+from qwen4exp_trt.plugins.nvfp4_w4a4_linear.launch import launches
 from qwen4exp_trt.plugins.nvfp4_w4a4_linear.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
@@ -32,6 +33,7 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
     is_native=True,
 )

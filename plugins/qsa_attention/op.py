@@ -11,6 +11,7 @@ from qwen4exp_trt.plugins.number_formats import e4m3_from_float, float_from_e4m3
 from qwen4exp_trt.plugins.numerics import gather_pages, rms_norm, rotary_angles, rotate
 from qwen4exp_trt.plugins.packed import BLOCK_TABLE, NUM_SEQS, QUERY_START_LOC, SEQ_LENS, PackedBatch
 from qwen4exp_trt.plugins.qsa_attention.cases import CASES
+from qwen4exp_trt.plugins.qsa_attention.launch import launches
 from qwen4exp_trt.plugins.qsa_attention.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
@@ -139,5 +140,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3},
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from qwen4exp_trt.plugins.numerics import rms_norm, rotary_angles, rotate
 from qwen4exp_trt.plugins.packed import BLOCK_TABLE, NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
 from qwen4exp_trt.plugins.qsa_indexer.cases import CASES
+from qwen4exp_trt.plugins.qsa_indexer.launch import launches
 from qwen4exp_trt.plugins.qsa_indexer.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
@@ -87,5 +88,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 6e-3},
 )

@@ -8,6 +8,7 @@ from torch import Tensor
 from qwen4exp_trt.plugins.numerics import gather_pages
 from qwen4exp_trt.plugins.packed import BLOCK_TABLE, NUM_SEQS, QUERY_START_LOC, SEQ_LENS, PackedBatch
 from qwen4exp_trt.plugins.qsa_select.cases import CASES
+from qwen4exp_trt.plugins.qsa_select.launch import launches
 from qwen4exp_trt.plugins.qsa_select.reference import reference
 from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
@@ -61,5 +62,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
 )

@@ -161,6 +161,7 @@ def test_states_of_a_sequence(max_seq_len: int, kv: float, index_keys: float, dt
     recurrent = states[StateKind.RECURRENT_STATE]
     assert recurrent.num_bytes == pytest.approx(113.2e6, rel=1e-3) and recurrent.token_bytes == 2 * recurrent.num_bytes
     assert states[StateKind.PLE_CONV_STATE].num_bytes == (9 + DRAFT_ROWS) * 10_240 * 2
+    assert states[StateKind.PLE_CONV_STATE].token_bytes == 10 * 20_480
     assert states[StateKind.NGRAM_IDS].num_bytes == (2 + DRAFT_ROWS) * 4
     assert plan.sequence_bytes == sum(use.num_bytes for use in states.values())
 

@@ -4,6 +4,7 @@
 #pragma once
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -270,6 +271,17 @@ inline unsigned __reduce_add_sync(unsigned, unsigned value) {
   return sum;
 }
 
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+  auto slots = emulator::exchange(value).first;
+  for (int lane = 0; lane < 32; ++lane) value = std::min(value, emulator::from_lane<unsigned>(slots, lane));
+  return value;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  auto slots = emulator::exchange(value).first;
+  for (int lane = 0; lane < 32; ++lane) value = std::max(value, emulator::from_lane<unsigned>(slots, lane));
+  return value;
+}
+
 template <typename T>
 T atomicAdd(T* to, T value) { T old = *to; *to = old + value; return old; }
 template <typename T>
@@ -305,6 +317,8 @@ inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   return out;
 }
 inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned(uint64_t(x) * y >> 32); }
+inline float __sinf(float x) { return std::sin(x); }
+inline float __cosf(float x) { return std::cos(x); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
 inline float __fdividef(float x, float y) { return x / y; }

@@ -73,10 +73,12 @@ def test_every_pass_keeps_the_function_of_a_tiny_model(name: str) -> None:
     config, program = tiny_config(name), tiny_program(name)
     after, results = PassManager(make_pipeline(Quantization()), verifier_for(config, program)).run(program)
     assert [result.name for result in results] == [graph_pass.name for graph_pass in make_pipeline(Quantization())]
-    # Half layers each end in a combine; the n-gram embedding reads the one before its layer, if there is one.
-    combines = 2 * config.num_hidden_layers - sum(layer > 0 for layer in config.ple_layers)
-    assert ops_of(after)["q4e.hc_combine_norm"] == combines
-    assert ops_of(after)["q4e.hc_project"] == 2 * config.num_hidden_layers
+    # The reads of half layers, each behind a combine but the first, and those that the n-gram embedding's sum precedes.
+    alone = len({0, *config.ple_layers})
+    ops = ops_of(after)
+    assert ops["q4e.hc_read"] == 2 * config.num_hidden_layers - alone
+    assert ops["q4e.hc_norm"] == ops["q4e.hc_project"] == alone
+    assert (ops["q4e.hc_combine_norm"], ops["q4e.hc_gate_mix"]) == (1, alone + 1)  # the final mixer's, and theirs
 
 
 QUANTIZED = (r"\.(in_proj_qkv|in_proj_z|out_proj)\.", r"\.self_attn\.[qkvo]_proj\.", r"\.ple\..*_proj\.", r"^lm_head\.")
@@ -255,12 +257,13 @@ RELEASED_OPS = {
     "aten.cat": 1,  # the streams of the first layer
     "aten.index_select": 3,  # stack, block output and inject of the rows whose logits are wanted
     "q4e.hc_norm": 2,  # the first layer's, and the one behind the n-gram embedding
-    "q4e.hc_combine_norm": 95,  # 96 half layers less the combine that the n-gram embedding reads
-    "q4e.hc_project": 96,
-    "q4e.hc_mix": 97,
-    # qkvz, ba and out in 36 layers; qkv, index_qk and o in 12; the up projection of 97 mixers; the n-gram embedding's
-    # key and value; the final mixer's down projection, which has no inject to merge with; the head.
-    "aten.linear": 3 * 36 + 3 * 12 + 97 + 2 + 1 + 1,
+    "q4e.hc_read": 94,  # of 96 half layers, less those two
+    "q4e.hc_project": 2,
+    "q4e.hc_combine_norm": 1,  # the final mixer's
+    "q4e.hc_gate_mix": 3,
+    # qkvz, ba and out in 36 layers; qkv, index_qk and o in 12; the n-gram embedding's key and value; the final mixer's
+    # down projection, which has no inject to merge with; the head.
+    "aten.linear": 3 * 36 + 3 * 12 + 2 + 1 + 1,
     "aten.div.Tensor": 1,
     "aten.silu": 1,
     "q4e.causal_conv1d": 36,

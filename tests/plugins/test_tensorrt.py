@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from kernel_emulator import NUM_SMS, execute_emulated, run_emulated
 from onnx import helper
+from op_checks import equal_bits
 from torch import Tensor
 
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine
@@ -18,7 +21,13 @@ from qwen4exp_trt.builder.onnx_graph import OPSET, PLUGIN_OPSET, value_info
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, element_shape
-from qwen4exp_trt.plugins.tensorrt import AttrFields, attrs_from_fields, make_creators, register_creators
+from qwen4exp_trt.plugins.tensorrt import (
+    AttrFields,
+    attrs_from_fields,
+    make_creators,
+    register_creators,
+    torch_dtypes,
+)
 from qwen4exp_trt.runtime.trt_module import load_trt
 
 pytestmark = pytest.mark.trt
@@ -161,10 +170,43 @@ def test_clone_is_the_same_plugin(spec: OpSpec, creators: dict[str, Any]) -> Non
         assert (copy.attrs, copy.num_outputs) == (plugin.attrs, plugin.num_outputs)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_running_it_says_that_there_is_no_kernel(spec: OpSpec, creators: dict[str, Any]) -> None:
-    with pytest.raises(PluginError, match=f"{spec.qualified_name} has no CUDA kernel in this version"):
-        plugin_of(spec, creators).enqueue([], [], [], [], 0, 0)
+KERNELS = [spec for spec in plugin_specs().values() if spec.launches is not None]
+
+
+@pytest.mark.parametrize("spec", [pytest.param(spec, id=spec.name) for spec in KERNELS])
+def test_enqueue_runs_the_kernels_of_the_op(
+    spec: OpSpec, creators: dict[str, Any], trt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the addresses that TensorRT gives, within the workspace that was asked for at the build."""
+    given, expected_operands = operands(spec), operands(spec)
+    expected = run_emulated(spec, [expected_operands[arg.name] for arg in (*spec.inputs, *spec.attrs)])
+    plugin = plugin_of(spec, creators)
+    types = {dtype: trt_type for trt_type, dtype in torch_dtypes(trt).items()}
+
+    def desc(tensor: Tensor) -> Any:
+        shape = element_shape(tensor.shape, tensor.dtype)
+        now = SimpleNamespace(dims=shape, type=types[tensor.dtype])
+        return SimpleNamespace(**vars(now), max=shape, desc=now)
+
+    inputs = [given[arg.name] for arg in spec.inputs]
+    outputs = [torch.empty_like(output) for output in expected]
+    states = [given[state.name] for state in spec.states]
+    workspace = torch.full((plugin.get_workspace_size(list(map(desc, inputs)), []) + 256,), 255, dtype=torch.uint8)
+
+    def execute(plan: Any, pointers: Any, scratch: int, *_: Any) -> None:
+        assert scratch == workspace.data_ptr()
+        assert plan.scratch_bytes <= len(workspace)
+        execute_emulated(plan, pointers)
+
+    monkeypatch.setattr("qwen4exp_trt.plugins.tensorrt.execute", execute)
+    monkeypatch.setattr("qwen4exp_trt.plugins.tensorrt.num_multiprocessors", lambda device: NUM_SMS)
+    monkeypatch.setattr("qwen4exp_trt.plugins.tensorrt.semaphores", lambda device: workspace)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    everything = [*outputs, *states]
+    addresses = ([tensor.data_ptr() for tensor in part] for part in (inputs, everything))
+    plugin.enqueue(list(map(desc, inputs)), list(map(desc, everything)), *addresses, workspace.data_ptr(), 0)
+    assert all(map(equal_bits, outputs, expected))
+    assert all(equal_bits(given[arg.name], expected_operands[arg.name]) for arg in spec.inputs)
 
 
 def test_creators_are_registered_once(trt: Any) -> None:

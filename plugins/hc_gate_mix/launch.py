@@ -1,0 +1,83 @@
+"""Launches the up projection with the gated mean: by tensor cores, else one output at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, c_type
+
+TILE_TOKENS, CHUNK, MAX_RANK = 8, 32, 384
+WARPS = 5
+
+_STAGE = 64
+_BLOCKS_PER_SM = 3
+_ANY_WARPS = 8
+
+
+@dataclass(frozen=True)
+class GatedMix:
+    """The operands and the output of one mix, and its sizes."""
+
+    lowrank: Arg
+    up_weight: Arg
+    normed: Arg
+    mixed: Arg
+    tokens: int
+    hidden: int
+    streams: int
+    rank: int
+    dtype: torch.dtype
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return ("HIDDEN", self.hidden), ("STREAMS", self.streams), ("RANK", self.rank)
+
+
+def launches(call: Call) -> Iterator[Launch]:
+    names, (tokens, rank) = ("lowrank", "up_weight", "normed", "mixed"), call["lowrank"].shape
+    args = (call[name] for name in names)
+    streams, hidden = call.attrs["hc_count"], call["mixed"].shape[1]
+    yield gate_mix(call, GatedMix(*args, tokens, hidden, streams, rank, call["mixed"].dtype))
+
+
+def mix_fits(hidden: int, streams: int, rank: int, dtype: torch.dtype) -> bool:
+    whole_tiles = hidden % 2 == 0 and rank % CHUNK == 0 and 8 % streams == 0
+    return dtype == torch.bfloat16 and whole_tiles and rank <= MAX_RANK
+
+
+def column_blocks(hidden: int, streams: int) -> int:
+    """Blocks that share the columns of a mix."""
+    return -(-hidden // (WARPS * 16 // streams))
+
+
+def lowrank_bytes(rank: int, tokens: int) -> int:
+    """Shared memory for the low ranks of ``tokens``, as in ``gate_mix.cuh``."""
+    return 2 * tokens * (rank if rank % 64 else rank + 32)
+
+
+def gate_mix(call: Call, mix: GatedMix) -> Launch:
+    """The launch of ``mix``, whose tensors may be operands of any op."""
+    if not mix_fits(mix.hidden, mix.streams, mix.rank, mix.dtype):
+        return Launch(
+            Kernel(
+                "hc_gate_mix/any_shape.cu",
+                "hc_gate_mix_any_shape",
+                (*mix.defines, ("ACTIVATION", c_type(mix.dtype))),
+            ),
+            grid=(mix.tokens, -(-mix.hidden // _ANY_WARPS), 1),
+            threads=_ANY_WARPS * 32,
+            args=(mix.lowrank, mix.up_weight, mix.normed, mix.mixed),
+        )
+    stage = TILE_TOKENS if mix.tokens <= TILE_TOKENS else _STAGE
+    columns = column_blocks(mix.hidden, mix.streams)
+    most = -(-_BLOCKS_PER_SM * call.num_sms // columns)
+    return Launch(
+        Kernel("hc_gate_mix/kernel.cu", "hc_gate_mix", (*mix.defines, ("STAGE", stage))),
+        grid=(columns, min(-(-mix.tokens // stage), most), 1),
+        threads=WARPS * 32,
+        args=(mix.lowrank, mix.up_weight, mix.normed, mix.mixed, mix.tokens),
+        shared_bytes=lowrank_bytes(mix.rank, stage),
+    )

@@ -1,0 +1,109 @@
+"""Launches the thin projections: by tiles of tensor cores for few and for many tokens, else one output at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, SemaphoreRef, c_type
+
+TILE_ROWS, TILE_TOKENS, CHUNK = 16, 8, 32
+FEW_TOKENS = 32
+"""Up to here a weight in registers meets all tokens; beyond, tiles of both go through shared memory."""
+
+FEW_WARPS = 16
+_BLOCK_TOKENS, _MAX_TILES, _STEP, _STAGES, _MANY_THREADS = 64, 7, 64, 4, 128
+_MAX_SPLITS, _MIN_STEPS = 40, 4
+_ANY_WARPS = 8
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The operands and outputs of one product, and its sizes."""
+
+    normed: Arg
+    weight: Arg
+    lowrank: Arg
+    inject: Arg
+    tokens: int
+    rows: int
+    width: int
+    streams: int
+    dtype: torch.dtype
+
+    @property
+    def padded_rows(self) -> int:
+        return -(-self.rows // TILE_ROWS) * TILE_ROWS
+
+
+def launches(call: Call) -> Iterator[Launch]:
+    (rows, width), names = call["weight"].shape, ("normed", "weight", "lowrank", "inject")
+    args = (call[name] for name in names)
+    yield from project(
+        call, Projection(*args, call.dims["T"], rows, width, call.attrs["hc_count"], call["normed"].dtype)
+    )
+
+
+def product_fits(hidden: int, dtype: torch.dtype) -> bool:
+    return dtype == torch.bfloat16 and hidden % CHUNK == 0
+
+
+def project(call: Call, product: Projection) -> Iterator[Launch]:
+    """The launches of ``product``, whose tensors may be operands of any op."""
+    if not product_fits(product.width // product.streams, product.dtype):
+        yield _any_shape(product)
+    elif product.tokens <= FEW_TOKENS:
+        yield _few_tokens(call, product)
+    else:
+        yield from _many_tokens(call, product)
+
+
+def _few_tokens(call: Call, p: Projection) -> Launch:
+    tiles = next(count for count in (1, 2, 4) if count * TILE_TOKENS >= p.tokens)
+    defines = (("HIDDEN", p.width // p.streams), ("STREAMS", p.streams), ("ROWS", p.rows), ("TILES", tiles))
+    partial = call.scratch(p.streams, p.tokens, p.padded_rows)
+    return Launch(
+        Kernel("hc_project/few_tokens.cu", "hc_project_few_tokens", defines),
+        grid=(p.padded_rows // TILE_ROWS, p.streams, 1),
+        threads=FEW_WARPS * 32,
+        args=(p.normed, p.weight, p.lowrank, p.inject, partial, SemaphoreRef(), p.tokens),
+        shared_bytes=tiles * FEW_WARPS * TILE_ROWS * TILE_TOKENS * 4,
+    )
+
+
+def _many_tokens(call: Call, p: Projection) -> Iterator[Launch]:
+    row_tiles, token_blocks = p.padded_rows // TILE_ROWS, -(-p.tokens // _BLOCK_TOKENS)
+    groups = -(-row_tiles // _MAX_TILES)
+    tiles = -(-row_tiles // groups)
+    wanted = max(2 * call.num_sms // groups, 1)  # splits of one block of tokens
+    most = max(min(_MAX_SPLITS, -(-p.width // _STEP) // _MIN_STEPS), 1)
+    splits = max(min(wanted // token_blocks, most), 1)
+    # As much as any smaller step takes, which has more splits of fewer tokens.
+    partial = call.scratch(max(min(most * p.tokens, wanted * _BLOCK_TOKENS), p.tokens * p.streams), p.padded_rows)
+    defines = (("ROWS", p.rows), ("WIDTH", p.width), ("STREAMS", p.streams), ("TILES", tiles))
+    source = "hc_project/many_tokens.cu"
+    yield Launch(
+        Kernel(source, "hc_project_many_tokens", defines),
+        grid=(token_blocks, groups, splits),
+        threads=_MANY_THREADS,
+        args=(p.normed, p.weight, partial, p.tokens),
+        shared_bytes=_STAGES * (_BLOCK_TOKENS + tiles * TILE_ROWS) * _STEP * 2,
+    )
+    yield Launch(
+        Kernel(source, "hc_project_add_splits", defines),
+        grid=(-(-p.tokens * p.padded_rows // _MANY_THREADS), 1, 1),
+        threads=_MANY_THREADS,
+        args=(partial, p.lowrank, p.inject, p.tokens, splits),
+    )
+
+
+def _any_shape(p: Projection) -> Launch:
+    defines = (("ROWS", p.rows), ("WIDTH", p.width), ("STREAMS", p.streams), ("ACTIVATION", c_type(p.dtype)))
+    return Launch(
+        Kernel("hc_project/any_shape.cu", "hc_project_any_shape", defines),
+        grid=(p.tokens, -(-p.rows // _ANY_WARPS), 1),
+        threads=_ANY_WARPS * 32,
+        args=(p.normed, p.weight, p.lowrank, p.inject),
+    )

@@ -1,0 +1,63 @@
+"""Launches a hyper-connection read: two kernels for few tokens, else those of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qwen4exp_trt.plugins.hc_gate_mix.launch import WARPS as MIX_WARPS
+from qwen4exp_trt.plugins.hc_gate_mix.launch import GatedMix, column_blocks, gate_mix, lowrank_bytes, mix_fits
+from qwen4exp_trt.plugins.hc_norm.launch import norm_launch
+from qwen4exp_trt.plugins.hc_project.launch import (
+    FEW_WARPS,
+    TILE_ROWS,
+    TILE_TOKENS,
+    Projection,
+    product_fits,
+    project,
+)
+from qwen4exp_trt.plugins.kernels import F32, Call, Kernel, Launch
+
+
+def launches(call: Call) -> Iterator[Launch]:
+    dtype, (streams, hidden, rank) = call["stack"].dtype, (call.dims[name] for name in ("HC", "H", "LR"))
+    fits = product_fits(hidden, dtype) and mix_fits(hidden, streams, rank, dtype)
+    yield from (_few_tokens if fits and call.dims["T"] <= TILE_TOKENS else _parts)(call)
+
+
+def _few_tokens(call: Call) -> Iterator[Launch]:
+    tokens, streams, hidden, rank = (call.dims[name] for name in ("T", "HC", "H", "LR"))
+    rows = rank + streams
+    row_tiles = -(-rows // TILE_ROWS)
+    partial = call.scratch(streams, tokens, row_tiles * TILE_ROWS)
+    normed = call.scratch(tokens, streams * hidden, dtype=call["stack"].dtype)
+    room = next(count for count in (1, 2, 4, 8) if count >= tokens)
+    sizes = (("HIDDEN", hidden), ("STREAMS", streams))
+    operands = [call[name] for name in ("stack", "y", "inject", "gain", "weight", "up_weight", "combined")]
+    yield Launch(
+        Kernel("hc_read/project.cu", "hc_read_project", (*sizes, ("ROWS", rows), ("TOKENS", room))),
+        grid=(row_tiles, streams, 1),
+        threads=FEW_WARPS * 32,
+        args=(*operands, normed, partial, F32(call.attrs["eps"]), tokens),
+        shared_bytes=4 * hidden + 4 * FEW_WARPS * TILE_ROWS * TILE_TOKENS + lowrank_bytes(hidden, room),
+    )
+    yield Launch(
+        Kernel("hc_read/mix.cu", "hc_read_mix", (*sizes, ("RANK", rank))),
+        grid=(column_blocks(hidden, streams), 1, 1),
+        threads=MIX_WARPS * 32,
+        args=(partial, call["up_weight"], normed, call["mixed"], call["next_inject"], tokens),
+        shared_bytes=lowrank_bytes(rank, TILE_TOKENS),
+    )
+
+
+def _parts(call: Call) -> Iterator[Launch]:
+    tokens, streams, hidden, rank = (call.dims[name] for name in ("T", "HC", "H", "LR"))
+    dtype, shape = call["stack"].dtype, call["stack"].shape
+    normed, lowrank = call.scratch(*shape, dtype=dtype), call.scratch(tokens, rank, dtype=dtype)
+    operands = [call[name] for name in ("stack", "y", "inject", "gain", "combined")]
+    args = (*operands, normed, F32(call.attrs["eps"]))
+    yield norm_launch(call, "hc_combine_norm", streams, shape, dtype, args)
+    tensors = (normed, call["weight"], lowrank, call["next_inject"])
+    yield from project(call, Projection(*tensors, tokens, rank + streams, streams * hidden, streams, dtype))
+    yield gate_mix(
+        call, GatedMix(lowrank, call["up_weight"], normed, call["mixed"], tokens, hidden, streams, rank, dtype)
+    )

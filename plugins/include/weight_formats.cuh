@@ -1,0 +1,213 @@
+// Weights as the A operand of mma_16x8x16: 16 rows by a step of K, from global memory to bf16 in registers.
+//
+// With g = lane / 4 and t = lane % 4, a lane loads 16 bytes of two rows a step, and the four lanes of a row 64 bytes in a
+// row. Which k an mma sees where is free as long as both operands agree, so a lane multiplies what it loaded: every 8
+// elements, "a group", make two mmas. The B operand of lane (g, t) is token g at the lane's own k, 16 bytes a group,
+// which `arrange` brings into the order of the format's words.
+//
+// A format has
+//   STEP, GROUPS           elements of K that a warp multiplies a step; groups of 8 that a lane loads of a row
+//   UNIT                   what the sums have to be multiplied by
+//   HAS_SUM_SCALES         whether a fragment's product is scaled before it is added up (`scales`), as FP8 blocks are
+//   Rows, locate           where the lane loads from: its element `k` of rows `low` (g) and `high` (g + 8)
+//   Fragment, load         one step of it, `offset` elements further on; zeros where not `valid`
+//   decode                 one group of a fragment as the A operands of two mmas
+//                          With HALVES = 1 both know the rows `low` only, and the others count as zero.
+//   arrange                8 activations as the B operands of those
+//   value                  one element, without UNIT
+// Rows start at multiples of 16 bytes, so K is a multiple of 8 * GROUPS. No load is by `__ldg`, see `load_streaming`.
+#pragma once
+#include "q4e.cuh"
+
+__device__ __forceinline__ uint4 load_weight(const uint8* from, bool valid) {
+  return valid ? load_streaming(from) : make_uint4(0, 0, 0, 0);
+}
+
+// Words (0, 4), (1, 5), (2, 6), (3, 7): the order of `e2m1_words`.
+__device__ __forceinline__ uint4 pair_with_fourth(uint4 x) {
+  return make_uint4(__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632), __byte_perm(x.y, x.w, 0x5410),
+                    __byte_perm(x.y, x.w, 0x7632));
+}
+// Words (0, 2), (1, 3), (4, 6), (5, 7).
+__device__ __forceinline__ uint4 pair_with_second(uint4 x) {
+  return make_uint4(__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632), __byte_perm(x.z, x.w, 0x5410),
+                    __byte_perm(x.z, x.w, 0x7632));
+}
+
+__device__ __forceinline__ uint32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// Four words of each row, in the order of `arrange`, as the A operands of two mmas.
+template <int HALVES>
+__device__ __forceinline__ void interleave_rows(const uint32 (&words)[HALVES][4], uint32 a[2][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    a[i / 2][i % 2 * 2] = words[0][i];
+    a[i / 2][i % 2 * 2 + 1] = HALVES == 2 ? words[HALVES - 1][i] : 0;
+  }
+}
+
+// `nvfp4_scale` of a scale that may be negative, from the code in bytes 0 and 2.
+__device__ __forceinline__ uint32 nvfp4_scale_pair(uint32 codes) {
+  return multiply_bf16(e4m3_pair_to_bf16(codes), 0x7a807a80u);  // 2^118
+}
+
+// E2M1 codes [N, K/2], two a byte, and an E4M3 scale for 16 of them [N, K/16].
+struct Nvfp4 {
+  static constexpr int STEP = 128, GROUPS = 4;
+  static constexpr float UNIT = NVFP4_UNIT;
+  static constexpr bool HAS_SUM_SCALES = false;
+  struct Rows {
+    const uint8 *codes[2], *scales[2];
+  };
+  struct Fragment {
+    uint4 codes[2];
+    uint32 scales[2];  // of the two blocks that a lane has of a row, in the low bytes
+  };
+
+  static __device__ __forceinline__ Rows locate(const void* codes, const void* scales, int columns, int low, int high, int k) {
+    const int64 first = int64(low) * columns + k, apart = int64(high - low) * columns;  // known where `high - low` is
+    const uint8 *low_codes = static_cast<const uint8*>(codes) + first / 2;
+    const uint8 *low_scales = static_cast<const uint8*>(scales) + first / 16;
+    return {{low_codes, low_codes + apart / 2}, {low_scales, low_scales + apart / 16}};
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
+    Fragment fragment;
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) {
+      fragment.codes[i] = load_weight(rows.codes[i] + offset / 2, valid);
+      fragment.scales[i] = valid ? *reinterpret_cast<const uint16*>(rows.scales[i] + offset / 16) : 0;
+    }
+    return fragment;
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) prefetch_l2(rows.codes[i] + offset / 2);
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
+    uint32 words[HALVES][4];
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) {
+      uint32 scale = nvfp4_scale_pair(__byte_perm(fragment.scales[i], 0, group < 2 ? 0x4040 : 0x4141));
+      e2m1_words(word_of(fragment.codes[i], group), words[i]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[i][w] = multiply_bf16(words[i][w], scale);
+    }
+    interleave_rows(words, a);
+  }
+  static __device__ __forceinline__ uint4 arrange(uint4 x) { return pair_with_fourth(x); }
+  static __device__ __forceinline__ float value(const void* codes, const void* scales, int columns, int row, int k) {
+    int64 index = int64(row) * columns + k;
+    uint32 code = uint32(static_cast<const uint8*>(codes)[index / 2]) >> (4 * (k % 2)) & 15u;
+    return e2m1_value(code) * to_float(static_cast<const e4m3*>(scales)[index / 16]);
+  }
+};
+
+// E4M3 weights [N, K] with a float32 scale for 128 x 128 of them [ceil(N/128), ceil(K/128)].
+struct Fp8Blocks {
+  static constexpr int STEP = 64, GROUPS = 2, BLOCK = 128;
+  static constexpr float UNIT = 1.f;
+  static constexpr bool HAS_SUM_SCALES = true;
+  struct Rows {
+    const uint8* codes[2];
+    const float* scales[2];
+    int k, last_block;
+  };
+  struct Fragment {
+    uint4 codes[2];
+    float scales[2];
+  };
+
+  static __device__ __forceinline__ Rows locate(const void* codes, const void* scales, int columns, int low, int high, int k) {
+    Rows rows;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int row = i ? high : low;
+      rows.codes[i] = static_cast<const uint8*>(codes) + int64(row) * columns + k;
+      rows.scales[i] = static_cast<const float*>(scales) + int64(row / BLOCK) * ceil_div(columns, BLOCK);
+    }
+    rows.k = k, rows.last_block = (columns - 1) / BLOCK;
+    return rows;
+  }
+  // The scales also in lanes whose codes are beyond K: they hold sums of the others.
+  template <int HALVES = 2>
+  static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
+    Fragment fragment;
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) {
+      fragment.codes[i] = load_weight(rows.codes[i] + offset, valid);
+      fragment.scales[i] = rows.scales[i][min((rows.k + offset) / BLOCK, rows.last_block)];
+    }
+    return fragment;
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) prefetch_l2(rows.codes[i] + offset);
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
+    uint32 words[HALVES][4];
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32 codes = word_of(fragment.codes[i], 2 * group + half);
+        words[i][2 * half] = e4m3_pair_to_bf16(codes);
+        words[i][2 * half + 1] = e4m3_pair_to_bf16(codes >> 8);
+      }
+    }
+    interleave_rows(words, a);
+  }
+  static __device__ __forceinline__ uint4 arrange(uint4 x) { return pair_with_second(x); }
+  static __device__ __forceinline__ float value(const void* codes, const void* scales, int columns, int row, int k) {
+    float scale = static_cast<const float*>(scales)[int64(row / BLOCK) * ceil_div(columns, BLOCK) + k / BLOCK];
+    return to_float(static_cast<const e4m3*>(codes)[int64(row) * columns + k]) * scale;
+  }
+};
+
+// Weights in bf16 [N, K]; no scales.
+struct Bf16 {
+  static constexpr int STEP = 32, GROUPS = 1;
+  static constexpr float UNIT = 1.f;
+  static constexpr bool HAS_SUM_SCALES = false;
+  struct Rows {
+    const uint8* values[2];
+  };
+  struct Fragment {
+    uint4 values[2];
+  };
+
+  static __device__ __forceinline__ Rows locate(const void* values, const void*, int columns, int low, int high, int k) {
+    const uint8* low_values = static_cast<const uint8*>(values) + 2 * (int64(low) * columns + k);
+    return {{low_values, low_values + 2 * int64(high - low) * columns}};
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
+    Fragment fragment;
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) fragment.values[i] = load_weight(rows.values[i] + 2 * offset, valid);
+    return fragment;
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) prefetch_l2(rows.values[i] + 2 * offset);
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ void decode(const Fragment& fragment, int, uint32 a[2][4]) {
+    uint32 words[HALVES][4];
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) {
+      const uint4 v = fragment.values[i];
+      words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
+    }
+    interleave_rows(words, a);
+  }
+  static __device__ __forceinline__ uint4 arrange(uint4 x) { return x; }
+  static __device__ __forceinline__ float value(const void* values, const void*, int columns, int row, int k) {
+    return to_float(static_cast<const bf16*>(values)[int64(row) * columns + k]);
+  }
+};

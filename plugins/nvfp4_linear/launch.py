@@ -1,0 +1,14 @@
+"""Launches the product with an NVFP4 weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from qwen4exp_trt.plugins.kernels import Call, Launch
+from qwen4exp_trt.plugins.linear_launch import NVFP4, Tokens, Weight, product_launches
+
+
+def launches(call: Call) -> Iterator[Launch]:
+    x = call["x"]
+    weight = Weight(NVFP4, call["weight"], call["block_scales"], call["row_scales"])
+    yield from product_launches(call, Tokens(x, x.dtype, x.shape[0]), weight, call["out"])

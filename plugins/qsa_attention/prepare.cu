@@ -1,0 +1,105 @@
+// Norm and rotation of the query and key heads, one warp a head of a token: queries go to `q`, keys and values to the
+// cache.
+// Macros: HEAD_DIM, HQ, HKV, HALF (half of the rotated dims), SECTION_H, SECTION_W (frequencies of the height and width
+// axes), PAGE (tokens of a page), RATIO, ACTIVATION: bf16 or float, CACHE: bf16, float or e4m3.
+#include "qsa_attention/selection.cuh"
+
+constexpr int WARPS = 4, THREADS = WARPS * WARP;
+constexpr int HEADS = HQ + 2 * HKV;  // query heads | key heads | value heads
+constexpr int ITEMS = ceil_div(HEAD_DIM, WARP), ROTATED_ITEMS = ceil_div(2 * HALF, WARP);
+constexpr int64 QKV_WIDTH = int64(2 * HQ + 2 * HKV) * HEAD_DIM;
+
+__device__ __forceinline__ int axis_of(int frequency) {
+  if (frequency % 3 == 1 && frequency < 3 * SECTION_H) return 1;
+  return frequency % 3 == 2 && frequency < 3 * SECTION_W ? 2 : 0;
+}
+
+// Asks for the cached rows of a tile of tokens of a query, one warp; `attend` is about to read them.
+__device__ __forceinline__ void prefetch(int unit, const int* selected_groups, const CACHE* kv_cache,
+                                         const int* query_start_loc, const int* seq_lens, const int* block_table,
+                                         const int* num_seqs, int num_tokens, int batch_size, int max_blocks,
+                                         int num_groups) {
+  constexpr int BYTES = HKV * HEAD_DIM * sizeof(CACHE);
+  const int tiles = ceil_div((num_groups + 1) * RATIO, TILE), token = unit / tiles;
+  if (BYTES % 16 || token >= num_tokens) return;
+  TileWalk walk(selected_groups + int64(token) * num_groups, num_groups, unit % tiles, tiles);
+  walk.start(locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size), block_table, max_blocks);
+  if (walk.now.token < 0) return;
+  const CACHE* key = kv_cache + int64(walk.now.row()) * (HKV * HEAD_DIM);
+  prefetch_l2(key, BYTES);
+  prefetch_l2(key + PAGE * HKV * HEAD_DIM, BYTES);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+prepare(const ACTIVATION* qkv, const float* q_gain, const float* k_gain, const int* positions, const float* inv_freq,
+        const int* selected_groups, CACHE* kv_cache, const int* query_start_loc, const int* seq_lens,
+        const int* block_table, const int* num_seqs, ACTIVATION* q, int num_tokens, int batch_size, int max_blocks,
+        int num_groups, int head_blocks, float eps) {
+  __shared__ float normed[WARPS][HEAD_DIM];
+  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  const int64 unit = int64(blockIdx.x) * WARPS + warp;
+  const int token = int(unit / HEADS), head = int(unit % HEADS);
+  const bool is_query = head < HQ, is_value = head >= HQ + HKV;
+  const float* gain = is_query ? q_gain : k_gain;
+  if (int(blockIdx.x) >= head_blocks) {
+    wait_for_previous();
+    start_next();
+    prefetch((blockIdx.x - head_blocks) * WARPS + warp, selected_groups, kv_cache, query_start_loc, seq_lens,
+             block_table, num_seqs, num_tokens, batch_size, max_blocks, num_groups);
+    return;
+  }
+  float gains[ITEMS], values[ITEMS], frequencies[ROTATED_ITEMS], sines[ROTATED_ITEMS], cosines[ROTATED_ITEMS];
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) gains[i] = i * WARP + lane < HEAD_DIM ? gain[i * WARP + lane] : 0.f;
+#pragma unroll
+  for (int i = 0; i < ROTATED_ITEMS; ++i) {
+    const int d = i * WARP + lane;
+    frequencies[i] = d < 2 * HALF ? inv_freq[d % HALF] : 0.f;
+  }
+  wait_for_previous();
+  start_next();  // behind the wait: `attend` relies on it that all work before this kernel is done when it starts
+  if (token >= num_tokens) return;
+
+  const ACTIVATION* row = qkv + token * QKV_WIDTH + int64(is_query ? 2 * head : HQ + head) * HEAD_DIM;
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+    const int d = i * WARP + lane;
+    values[i] = d < HEAD_DIM ? to_float(row[d]) : 0.f;
+    squares += values[i] * values[i];
+  }
+  int rope_positions[ROTATED_ITEMS];
+#pragma unroll
+  for (int i = 0; i < ROTATED_ITEMS; ++i)
+    rope_positions[i] = positions[axis_of((i * WARP + lane) % HALF) * num_tokens + token];
+  const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size);
+  if (place.sequence < 0) return;
+  const int page = is_query ? 0 : block_table[int64(place.sequence) * max_blocks + place.position / PAGE];
+
+#pragma unroll
+  for (int i = 0; i < ROTATED_ITEMS; ++i)
+    sine_cosine(float(rope_positions[i]) * frequencies[i], &sines[i], &cosines[i]);
+  const float scale = rsqrtf(warp_sum(squares) / HEAD_DIM + eps);
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i)
+    if (i * WARP + lane < HEAD_DIM) normed[warp][i * WARP + lane] = values[i] * scale * gains[i];
+  __syncwarp();
+  const int64 cache_row = (int64(page) * 2 + is_value) * PAGE + place.position % PAGE;
+  CACHE* cached = kv_cache + (cache_row * HKV + (head - HQ) % HKV) * HEAD_DIM;
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+    const int d = i * WARP + lane;
+    if (d >= HEAD_DIM) continue;
+    if (is_value) {
+      cached[d] = from_float<CACHE>(values[i]);
+      continue;
+    }
+    float value = normed[warp][d];
+    if (i < ROTATED_ITEMS && d < 2 * HALF)  // the first HALF dims turn with the second
+      value = value * cosines[i] + (d < HALF ? -normed[warp][d + HALF] : normed[warp][d - HALF]) * sines[i];
+    if (is_query)
+      q[(int64(token) * HQ + head) * HEAD_DIM + d] = from_float<ACTIVATION>(value);
+    else
+      cached[d] = from_float<CACHE>(value);
+  }
+}

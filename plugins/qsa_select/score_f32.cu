@@ -1,0 +1,44 @@
+// Index scores in float32.
+#include "qsa_select/score.cuh"
+
+// A lane for each group, half a warp for every second row.
+struct PlainSums {
+  static constexpr int FRAGMENTS = 0;
+  struct Tile {};
+  __device__ static void find(Tile&, const Keys&, int) {}
+  __device__ static void load(Tile&, const Keys&, int) {}
+  __device__ static void stage(uint4*, const Operands&, const Rows&) {}
+
+  __device__ static void score(const Tile&, const Keys& keys, const uint4*, const Operands& x, const Rows& rows,
+                               int item) {
+    const int lane = threadIdx.x % WARP, group = item * GROUPS + lane % GROUPS;
+    const float* key = keys.in_page(keys.page_of(group), group);
+    for (int first = 0; first < rows.count; first += 2) {
+      const int row = first + lane / GROUPS;
+      const bool exists = row < rows.count;
+      const float* query = x.index_q + int64(rows.first + (exists ? row : 0)) * HEADS * DIM;
+      float sum = 0.f;
+      for (int head = 0; head < HEADS; ++head) {
+        float product = 0.f;
+        for (int i = 0; i < DIM; ++i) product += query[head * DIM + i] * key[i];
+        sum += fmaxf(product, 0.f);
+      }
+      uint32 best = group < rows.visible(row) ? ordered_bits(sum) : 0;
+#pragma unroll
+      for (int lanes = 1; lanes < GROUPS; lanes *= 2) best = max(best, __shfl_xor_sync(FULL_MASK, best, lanes));
+      if (!exists) continue;
+      x.scores_of(rows.first + row)[group] = ordered_bits(sum);
+      if (lane % GROUPS == 0) x.scores_of(rows.first + row)[x.max_items * GROUPS + item] = best;
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+score_f32(const ACTIVATION* index_q, const ACTIVATION* index_k_cache, const int* query_start_loc, const int* seq_lens,
+          const int* block_table, const int* num_seqs, uint32* scores, int first_row, int num_rows, int row_stride,
+          int max_items, int max_blocks, int batch_size) {
+  DYNAMIC_SHARED(uint4, queries);
+  score_share<PlainSums>({index_q, index_k_cache, query_start_loc, seq_lens, block_table, num_seqs, scores, first_row,
+                          num_rows, row_stride, max_items, max_blocks, batch_size},
+                         queries);
+}

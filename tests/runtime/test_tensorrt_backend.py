@@ -1,0 +1,159 @@
+"""The engine's backend against a strict simulator of TensorRT's runtime, which executes the engine's ONNX."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bundles import build, tiny_checkpoint
+from serving import assert_idle, generated, ids
+from trt_simulator import SimulatedTensorRT
+
+from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime import LLM, SamplingParams
+from qwen4exp_trt.runtime.backend import EagerBackend, allocate_states
+from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.verify_command import parse_args, verify
+
+pytestmark = pytest.mark.trt
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    return build(
+        tiny_checkpoint(folder / "checkpoint"), folder / "bundle", activation_dtype="bfloat16", prefill_chunk=32
+    )
+
+
+@pytest.fixture
+def trt(bundle: Path) -> SimulatedTensorRT:
+    return SimulatedTensorRT(load_trt("tensorrt-rtx"), bundle)
+
+
+def engine_backend(trt: Any, bundle: Path, loaded: EagerBackend, num_blocks: int = 24) -> TensorRTBackend:
+    manifest = Manifest.load(bundle)
+    states = allocate_states(loaded.program.states, num_blocks, manifest.limits.num_slots, CPU)
+    return TensorRTBackend(trt, bundle, manifest, loaded.program, states, loaded.weights, CPU)
+
+
+def verify_args(bundle: Path, **values: Any) -> argparse.Namespace:
+    args = parse_args([str(bundle), "--device", "cpu"])
+    return argparse.Namespace(**{**vars(args), **values})
+
+
+def test_generates_what_the_program_does(trt: SimulatedTensorRT, bundle: Path) -> None:
+    """Several requests of different lengths: prompts in chunks beside decoding, in both profiles."""
+    prompts = [ids(list(range(3, 3 + length))) for length in (1, 11, 25)]
+    params = SamplingParams(temperature=0, max_tokens=9)
+    llm = LLM(bundle)
+    expected = [generated(output) for output in llm.generate(prompts, params)]
+    assert isinstance(llm.core.backend, EagerBackend)
+    llm.core.backend = engine_backend(trt, bundle, llm.core.backend)
+    assert [generated(output) for output in llm.generate(prompts, params)] == expected
+    assert all(trt.calls.values()), trt.calls
+    assert_idle(llm)
+
+
+def test_verify_prints_every_step(trt: SimulatedTensorRT, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verify(verify_args(bundle, tolerance=1e-6), trt)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == f"the engine agrees with the program within 1e-06 on {len(lines) - 1} steps"
+    assert all("largest error 0.00e+00" in line for line in lines[:-1])
+    for example in ("prefill", "beside decoding", "decode at", "verify a draft", "rejected"):
+        assert any(example in line for line in lines), example
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_verify_names_the_first_tensor_that_differs(trt: SimulatedTensorRT, bundle: Path, layer: int) -> None:
+    """An engine whose kernel of one layer is wrong: that layer's state is named, not what follows from it."""
+    run, wrong = trt.run_node, ("layers.0.linear_attn.causal_conv1d", "layers.1.self_attn.qsa_attention")[layer]
+
+    def damaged(node: Any, operands: list[torch.Tensor]) -> Any:
+        outputs = run(node, operands)
+        if node.name == wrong:
+            outputs[-1].mul_(1.5)
+        return outputs
+
+    trt.run_node = damaged
+    name = ("layers.0.linear_attn.conv_state", "layers.1.self_attn.kv_cache")[layer]
+    with pytest.raises(BundleError, match=rf"prefill of tokens 0 to [0-9]+: the engine gives another {name} than"):
+        verify(verify_args(bundle), trt)
+
+
+def test_bundle_without_engine_is_refused(bundle: Path, tmp_path: Path) -> None:
+    without = build(tiny_checkpoint(bundle.parent / "checkpoint"), tmp_path / "bundle")
+    with pytest.raises(BundleError, match="has no engine to verify; build it with --activation-dtype bfloat16"):
+        verify(verify_args(without))
+    with pytest.raises(BundleError, match="has no engine, as it was built with float32 activations"):
+        check_engine_fits(load_trt("tensorrt-rtx"), without, Manifest.load(without), CPU)
+
+
+def test_engine_on_a_cpu_is_refused(bundle: Path) -> None:
+    with pytest.raises(BundleError, match="the backend 'tensorrt-rtx' executes on a GPU; use device 'cuda', or"):
+        LLM(bundle, backend="tensorrt-rtx", device="cpu")
+
+
+def test_engine_of_another_tensorrt_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
+    trt.__version__ = "9.9.9"
+    with pytest.raises(BundleError, match=r"built by tensorrt-rtx \(tensorrt_rtx .*\), this is tensorrt_rtx 9\.9\.9"):
+        check_engine_fits(trt, bundle, Manifest.load(bundle), CPU)
+
+
+def test_damaged_engine_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
+    """TensorRT's own message is in the error."""
+    loaded = LLM(bundle).core.backend
+    assert isinstance(loaded, EagerBackend)
+    trt.engine_bytes = b"another"
+    with pytest.raises(BundleError, match=f"{ENGINE_FILE}: TensorRT cannot load it: not the serialized engine"):
+        engine_backend(trt, bundle, loaded)
+
+
+def test_engine_of_another_program_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
+    """All differing tensors are named together."""
+    loaded = LLM(bundle).core.backend
+    assert isinstance(loaded, EagerBackend)
+    state, *others = loaded.program.states
+    loaded.program.states = tuple(others)
+    with pytest.raises(BundleError) as error:
+        engine_backend(trt, bundle, loaded)
+    assert f"{state.name} is input {state.dtype} [-1" in str(error.value)
+    assert f"{state.out_name} is output" in str(error.value)
+
+
+def test_step_outside_the_profiles_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
+    llm = LLM(bundle)
+    assert isinstance(llm.core.backend, EagerBackend)
+    backend = engine_backend(trt, bundle, llm.core.backend)
+    specs = backend.program.inputs
+    inputs = {spec.name: torch.zeros([1 if isinstance(dim, str) else dim for dim in spec.shape]) for spec in specs}
+    inputs["input_ids"] = torch.zeros(1000, dtype=torch.int32)
+    with pytest.raises(BundleError, match=r"no profile of the engine \(decode, prefill\) holds a step of the shapes"):
+        backend.run(inputs)
+
+
+def test_unbound_tensors_do_not_execute(trt: SimulatedTensorRT, bundle: Path) -> None:
+    """The simulator itself: a state that is bound elsewhere as an output stops the step."""
+    llm = LLM(bundle)
+    assert isinstance(llm.core.backend, EagerBackend)
+    backend = engine_backend(trt, bundle, llm.core.backend)
+    elsewhere = torch.zeros(1 << 16)
+    backend.contexts["prefill"].set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
+    backend.contexts["decode"].set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
+    llm.core.backend = backend
+    with pytest.raises(BundleError, match="TensorRT could not execute the profile"):
+        llm.generate([ids([1, 2, 3])], SamplingParams(temperature=0, max_tokens=2))
+
+
+def test_manifest_ranges_are_json(bundle: Path) -> None:
+    """The backend takes profiles from the manifest as it was read back."""
+    profiles = Manifest.load(bundle).profiles
+    assert profiles == json.loads(json.dumps(profiles))
+    assert list(profiles) == ["decode", "prefill"]
