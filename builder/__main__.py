@@ -107,8 +107,8 @@ def _add_weight_options(add: Callable[..., Any]) -> None:
         "--ple-residency",
         choices=PLE_RESIDENCIES,
         default=PleResidency.DEVICE.value,
-        help="where the n-gram table is at run time: in the memory of the GPU or of the host, or in its files, of which "
-        "the rows of each step are read (default: %(default)s)",
+        help="where the n-gram table is at run time: in the memory of the GPU or of the host, or in its files, of "
+        "which the rows of each step are read (default: %(default)s)",
     )
     add("--calibration", type=Path, metavar="TEXT", help=f"text file that --precision {W4A4} needs to find its scales")
     add(

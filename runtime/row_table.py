@@ -104,7 +104,8 @@ class _Form:
 def _parts_of(recipe: WeightRecipe, shapes: RecipeShapes) -> Iterator[WeightRecipe]:
     """The shards that ``recipe`` joins, with what is done to all of them done to each."""
     recipe = with_joins_outside(recipe, shapes)
-    if not isinstance(recipe, Transform) or recipe.op != "concat" or recipe.attr["dim"] != 0:
+    dims = len(shapes.shape(recipe))
+    if not isinstance(recipe, Transform) or recipe.op != "concat" or recipe.attr["dim"] not in (0, -dims):
         yield recipe
         return
     dtype = shapes.dtype(recipe)
