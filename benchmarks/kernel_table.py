@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _ROUNDS = 3
@@ -57,7 +56,7 @@ def profile_kernels(step: Callable[[], object]) -> Kernels:
         torch.cuda.synchronize()
     sums: dict[str, list[float]] = {}
     for event in profiler.events() or ():
-        if event.device_type == DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             entry = sums.setdefault(_short(event.name), [0, 0.0])
             entry[0] += 1 / _ROUNDS
             entry[1] += event.time_range.elapsed_us() / _ROUNDS

@@ -22,6 +22,7 @@ from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRe
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampler import (
     SAMPLING_INPUTS,
     SampledToken,
@@ -31,7 +32,6 @@ from qwen4exp_trt.runtime.sampler import (
     sample,
     sampling_operands,
 )
-from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
@@ -132,8 +132,9 @@ class EagerBackend:
         logits = results["logits"][: len(requests)]
         tokens = report(results["drawn"].cpu(), logits, requests, vocab_limit)
         rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
-        for row, token in zip(rows, sample(logits[rows].float(), [requests[row] for row in rows], vocab_limit)):
-            tokens[row] = token
+        if rows:
+            again = sample(logits[rows].float(), [requests[row] for row in rows], vocab_limit)
+            tokens = [again.pop(0) if row in rows else token for row, token in enumerate(tokens)]
         return tokens
 
     def _execute(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -76,9 +76,7 @@ class InputLayout:
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The inputs in ``buffer`` (uint8)."""
-        return {
-            name: buffer[place.bytes].view(place.dtype).view(place.extents) for name, place in self._places.items()
-        }
+        return {name: buffer[place.bytes].view(place.dtype).view(place.extents) for name, place in self._places.items()}
 
     def pack(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Write ``inputs`` (on the CPU) into ``buffer`` (likewise), behind them what pads a step to the shape.
