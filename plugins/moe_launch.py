@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, TensorRef, c_type
+from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, c_type
 
 WARP = 32
 MOST_ROWS = 512
@@ -179,7 +179,9 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
         warps, group = 4, 32
         return Launch(
             Kernel(
-                "moe/router_tiles.cu", "router_tiles", (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 4))
+                "moe/router_tiles.cu",
+                "router_tiles",
+                (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 4)),
             ),
             grid=(sizes.experts // 16 + 1, -(-rows.count // group), 1),
             threads=warps * WARP,
@@ -271,22 +273,31 @@ def _grouped_tokens(call: Call, sizes: Sizes, rows: Rows) -> Iterator[Launch]:
     )
 
 
-GATE_UP_WARPS, DOWN_WARPS = 5, 4
-LOADS_AHEAD = 8
-"""Of 16 bytes that a lane has on their way."""
+@dataclass(frozen=True)
+class Shape:
+    """Warps of a block; tiles of a warp; 16-byte loads that a lane has on their way; blocks that an SM has room for."""
+
+    warps: int
+    tiles: int
+    loads: int
+    blocks: int
+
+    def tiles_of(self, experts: Experts) -> int:
+        """A row of 16 bits is long enough for one tile."""
+        return 1 if experts.format == BF16 else self.tiles
+
+    def defines(self, sizes: Sizes) -> Defines:
+        tiles, shared_tiles = self.tiles_of(sizes.routed), self.tiles_of(sizes.shared)
+        return (
+            *(("ROUTED_TILES", tiles), ("ROUTED_AHEAD", max(1, self.loads // (2 * tiles)))),
+            *(("SHARED_TILES", shared_tiles), ("SHARED_AHEAD", max(1, self.loads // (2 * shared_tiles)))),
+            ("MIN_BLOCKS", self.blocks),
+        )
 
 
-def _tiles(experts: Experts) -> int:
-    """Tiles of a warp; a 16-bit row is long enough for one."""
-    return 1 if experts.format == BF16 else 2
-
-
-def _tile_defines(sizes: Sizes) -> Defines:
-    tiles, shared_tiles = _tiles(sizes.routed), _tiles(sizes.shared)
-    return (
-        *(("ROUTED_TILES", tiles), ("ROUTED_AHEAD", LOADS_AHEAD // (2 * tiles))),
-        *(("SHARED_TILES", shared_tiles), ("SHARED_AHEAD", LOADS_AHEAD // (2 * shared_tiles))),
-    )
+GATE_UP, DOWN = Shape(warps=5, tiles=2, loads=8, blocks=4), Shape(warps=4, tiles=2, loads=8, blocks=4)
+GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=2), Shape(warps=4, tiles=2, loads=8, blocks=2)
+"""For groups of more than 8 tokens."""
 
 
 def _largest_divisor(number: int, most: int) -> int:
@@ -297,14 +308,15 @@ def _gate_up(
     call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, routed_groups: int, one_token: int
 ) -> Launch:
     routed, shared = sizes.routed, sizes.shared
-    tiles, shared_tiles = _tiles(routed), _tiles(shared)
+    shape = GATE_UP if group == 8 else GATE_UP_16
+    tiles, shared_tiles = shape.tiles_of(routed), shape.tiles_of(shared)
     shared_blocks = shared_groups * (shared.inner // (8 * shared_tiles))
     steps = math.gcd(sizes.hidden // routed.format.step, sizes.hidden // shared.format.step)
-    warps = _largest_divisor(steps, GATE_UP_WARPS)
+    warps = _largest_divisor(steps, shape.warps)
     defines = (
         *sizes.groups,
-        *_tile_defines(sizes),
-        *(("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token), ("MIN_BLOCKS", 4 if group == 8 else 3)),
+        *shape.defines(sizes),
+        *(("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token)),
     )
     return Launch(
         Kernel("moe/gate_up.cu", "gate_up", defines),
@@ -324,21 +336,17 @@ def _gate_up(
 
 
 def _down(call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, routed_groups: int) -> Launch:
-    routed, shared = sizes.routed, sizes.shared
-    tiles, shared_tiles = _tiles(routed), _tiles(shared)
-    shared_blocks = shared_groups * (sizes.hidden // (16 * shared_tiles * DOWN_WARPS))
-    defines = (
-        *sizes.groups,
-        *_tile_defines(sizes),
-        *(("GROUP", group), ("WARPS", DOWN_WARPS), ("MIN_BLOCKS", 4 if group == 8 else 3)),
-    )
+    shape = DOWN if group == 8 else DOWN_16
+    tiles, shared_tiles = shape.tiles_of(sizes.routed), shape.tiles_of(sizes.shared)
+    shared_blocks = shared_groups * (sizes.hidden // (16 * shared_tiles * shape.warps))
+    defines = (*sizes.groups, *shape.defines(sizes), ("GROUP", group), ("WARPS", shape.warps))
     return Launch(
         Kernel("moe/down.cu", "down", defines),
-        grid=(shared_blocks + routed_groups * (sizes.hidden // (16 * tiles * DOWN_WARPS)), 1, 1),
-        threads=DOWN_WARPS * WARP,
+        grid=(shared_blocks + routed_groups * (sizes.hidden // (16 * tiles * shape.warps)), 1, 1),
+        threads=shape.warps * WARP,
         args=(
-            *routed.args("down"),
-            *shared.args("down"),
+            *sizes.routed.args("down"),
+            *sizes.shared.args("down"),
             *(rows.hidden, rows.order, rows.items, rows.num_items, call["query_start_loc"], call["num_seqs"]),
             rows.outputs,
             *rows.span,

@@ -15,6 +15,8 @@ from qwen4exp_trt.runtime.weights import dtype_from_name
 
 _ALIGNMENT = 256
 """Of an input in the buffer, in bytes."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What NumPy copies in place of floats: it has no BF16."""
 _ROWS_LADDER = (1, 2, 4, DRAFT_ROWS)
 """Rows a sequence of the steps that are captured."""
 
@@ -85,7 +87,7 @@ class InputLayout:
         """
         elements = buffer.numpy()
         for name, place in self._places.items():
-            source = inputs[name].numpy()
+            source = inputs[name].view(_BITS[place.dtype.itemsize]).numpy()
             target = elements[place.bytes].view(source.dtype).reshape(place.extents)
             if source.shape != place.extents:
                 target[...] = _padding(name, source)

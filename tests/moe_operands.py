@@ -35,7 +35,9 @@ def moe_operands(
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, scale, generator=generator)
 
-    def projection(name: str, rows: int, columns: int, parts: int, kind: str, lead: tuple[int, ...]) -> dict[str, Tensor]:
+    def projection(
+        name: str, rows: int, columns: int, parts: int, kind: str, lead: tuple[int, ...]
+    ) -> dict[str, Tensor]:
         """``parts`` matrices of ``rows`` in one operand, of each of ``lead`` experts."""
         if kind == "float":
             return {f"{name}_proj": normal(*lead, parts * rows, columns, scale=columns**-0.5)}

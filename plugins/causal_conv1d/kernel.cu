@@ -15,8 +15,8 @@ __device__ __forceinline__ int ring_row(int current, int offset) {
   return row < 0 ? row + RING : row >= RING ? row - RING : row;
 }
 
-// The inputs of `count` rows from `offset` on, behind those of the HISTORY rows before them; zeros before the first token.
-// `ring` has the row `next_row` for the first of the new tokens.
+// The inputs of `count` rows from `offset` on, behind those of the HISTORY rows before them; zeros before the first
+// token. `ring` has the row `next_row` for the first of the new tokens.
 __device__ __forceinline__ void load_window(Values (&window)[HISTORY + CHUNK], const PackedSequence& sequence,
                                             int offset, int count, const ACTIVATION* x, const ACTIVATION* ring,
                                             int next_row) {

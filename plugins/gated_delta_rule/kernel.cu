@@ -1,15 +1,15 @@
 // The gated delta rule, one block a value head of a sequence. The state stays in registers: a thread has ROWS rows
 // (keys) of four columns (values), a warp 4 * ROWS rows of 32 columns.
 //
-// Rows are taken in chunks of up to CHUNK: first those to replay, then the new ones. With S the state before a chunk, G_j
-// the decay from there to its row j and D_ij that from row i to row j, all that a row needs of the state is
+// Rows are taken in chunks of up to CHUNK: first those to replay, then the new ones. With S the state before a chunk,
+// G_j the decay from there to its row j and D_ij that from row i to row j, all that a row needs of the state is
 //     u_j = S^T k_j    and    w_j = S^T q_j
 // and everything else follows column by column:
 //     delta_j = beta_j * (v_j - G_j u_j - sum_{i<j} D_ij (k_i.k_j) delta_i)
 //     o_j     = G_j w_j + sum_{i<=j} D_ij (k_i.q_j) delta_i
 // So however many rows a step has, the state is read once, and written once: after the last row that is committed.
 //
-// K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: rows that can be taken back; SILU_GATE: 0 or 1; ACTIVATION: bf16 or float;
+// K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: half of the ring's rows; SILU_GATE: 0 or 1; ACTIVATION: bf16 or float;
 // PART: elements of a row moved at once, 2 or 4; ROWS, MIN_BLOCKS, SHARED_BYTES: geometry of the launch.
 #include "q4e.cuh"
 #include "packed_sequence.cuh"

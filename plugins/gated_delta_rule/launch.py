@@ -8,8 +8,9 @@ from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.kernels import F32, MAX_SHARED_BYTES, Call, Kernel, Launch, c_type
 
 ROWS = 16
-MIN_BLOCKS = 2
 """Rows of the state that a thread has."""
+MAX_THREADS = 512
+"""Threads of a multiprocessor that 128 registers each leave room for."""
 
 _CHUNK, _WARP, _ROW_LANES = 8, 32, 4
 _OPERANDS = ("conv_out", "qkvz", "ba", "A_log", "dt_bias", "norm_weight")
@@ -32,7 +33,7 @@ def launches(call: Call) -> Iterator[Launch]:
         ("SILU_GATE", int(gate == "silu")),
         ("PART", 4 if heads % 2 == 0 else 2),
         ("ROWS", ROWS),
-        ("MIN_BLOCKS", MIN_BLOCKS),
+        ("MIN_BLOCKS", MAX_THREADS // threads),
         ("SHARED_BYTES", shared_bytes),
         ("ACTIVATION", c_type(call["conv_out"].dtype)),
     )
@@ -55,11 +56,11 @@ def _shared_bytes(row_groups: int, column_groups: int) -> int:
 def _check(call: Call, threads: int, shared_bytes: int) -> None:
     heads, key_dim, value_dim, ring = (call.dims[name] for name in ("HV", "K", "V", "R"))
     num_k_heads, gate = call.attrs["num_k_heads"], call.attrs["output_gate"]
-    if heads % num_k_heads or key_dim % 4 or value_dim % 4 or threads > 1024 or shared_bytes > MAX_SHARED_BYTES:
+    if heads % num_k_heads or key_dim % 4 or value_dim % 4 or threads > MAX_THREADS or shared_bytes > MAX_SHARED_BYTES:
         raise PluginError(
-            f"gated_delta_rule: {num_k_heads} key heads of {key_dim} and {heads} value heads of {value_dim}; the kernel "
-            "takes a number of value heads that key heads divide, and heads whose dims 4 divides and whose state has "
-            f"at most {1024 * ROWS * 4} elements"
+            f"gated_delta_rule: {num_k_heads} key heads of {key_dim} and {heads} value heads of {value_dim}; the "
+            "kernel takes a number of value heads that key heads divide, and heads whose dims 4 divides and whose state "
+            f"has at most {MAX_THREADS * ROWS * 4} elements"
         )
     if ring % 2 or not 2 <= ring <= 2 * _CHUNK:
         raise PluginError(f"gated_delta_rule: a ring of {ring} draft rows, expected an even number up to {2 * _CHUNK}")

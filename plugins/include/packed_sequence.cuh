@@ -8,7 +8,8 @@ struct PackedSequence {
   int slot;
 };
 
-// One round of loads: all of them decide whether the sequence exists, else the compiler moves some behind a branch on that.
+// One round of loads: all of them decide whether the sequence exists, else the compiler moves some behind a branch on
+// that, and they wait for each other.
 __device__ __forceinline__ PackedSequence locate_sequence(int sequence, const int* query_start_loc, const int* seq_lens,
                                                           const int* slot_ids, const int* num_seqs) {
   const int start = query_start_loc[sequence], end = query_start_loc[sequence + 1], total = seq_lens[sequence];

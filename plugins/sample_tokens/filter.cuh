@@ -1,4 +1,4 @@
-// min-p, top-k and top-p over distances (see `Scale`): bins, and probability mass in fixed point, so that no sum depends
+// min-p, top-k and top-p over distances (see `Scale`): bins, and probability mass in fixed point, so no sum depends
 // on an order.
 #pragma once
 #include "sample_tokens/row.cuh"

@@ -32,8 +32,8 @@ __device__ __forceinline__ void sort(uint64* keys, int size) {
   __syncthreads();
 }
 
-// How many of the `count` sorted candidates are kept, ties with the last one included. With top-p alone, `all_mass` is that
-// of all tokens.
+// How many of the `count` sorted candidates are kept, ties with the last one included. With top-p alone, `all_mass` is
+// that of all tokens.
 __device__ __forceinline__ int count_kept(const uint64* keys, int count, const Filters& filters, uint64 all_mass) {
   constexpr int OWN = MAX_CANDIDATES / THREADS;
   __shared__ int kept;
@@ -65,9 +65,9 @@ __device__ __forceinline__ int count_kept(const uint64* keys, int count, const F
   return kept + int(block_scan(ties).total);
 }
 
-// The largest distance that is kept, with no list of candidates: for any number of tokens, but slow. Top-k asks at which
-// distance the number of tokens reaches k, and top-p, with the total known from that, at which their mass within the floor
-// reaches its limit. The answer's bits are found in three digits from the highest on, with a pass over the row for each.
+// The largest distance that is kept, with no list of candidates: for any number of tokens, but slow. Top-k asks at
+// which distance the number of tokens reaches k, and top-p, with the total known from that, at which their mass within
+// the floor reaches its limit. The answer's bits are found in three digits from the highest on, in a pass each.
 __device__ __forceinline__ float furthest_kept(const Row& row, uint64* mass, uint32* counts) {
   constexpr int DIGITS = MAX_CANDIDATES;
   float furthest = row.filters.floor;
@@ -152,7 +152,8 @@ gather(const ACTIVATION* logits, const ACTIVATION* raw_logits, const float* temp
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     if (bin_of(distances[i]) > boundary) continue;
-    if (next < MAX_CANDIDATES) candidates[next] = candidate(distances[i], blockIdx.x * CHUNK + i * THREADS + threadIdx.x);
+    const int id = blockIdx.x * CHUNK + i * THREADS + threadIdx.x;
+    if (next < MAX_CANDIDATES) candidates[next] = candidate(distances[i], id);
     ++next;
   }
   if (!is_last_block(semaphores + at, gridDim.x)) return;

@@ -1,5 +1,5 @@
-// Decides what a row needs; answers greedy and unusable ones. For rows with filters: how many tokens each bin of distances
-// has, and with top-p alone their mass.
+// Decides what a row needs; answers greedy and unusable ones. For rows with filters: how many tokens each bin of
+// distances has, and with top-p alone their mass.
 #include "sample_tokens/filter.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -1,4 +1,4 @@
-"""Launches the sampler: each kernel takes all rows, chunk by chunk, and leaves those alone that it has nothing to do for."""
+"""Launches the sampler: each kernel takes all rows, chunk by chunk, and does nothing for those that are through."""
 
 from __future__ import annotations
 

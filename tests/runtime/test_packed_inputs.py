@@ -10,6 +10,7 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_shape
 from qwen4exp_trt.runtime.sampler import SAMPLING_INPUTS, SampleRequest, TokenHistory, sampling_operands
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.specs import TensorSpec
 
 LIMITS = EngineLimits(max_batch_size=6, max_seq_len=64, prefill_chunk=32, block_size=8)
 
@@ -95,3 +96,16 @@ def test_inputs_of_other_dtypes() -> None:
     assert views["temperatures"].tolist() == [0.5, 0]
     assert views["top_k"].tolist() == [7, 0]
     assert views["seeds"].tolist() == [-3, 0]
+
+
+def test_inputs_of_16_bits_are_packed_with_the_others() -> None:
+    """Rows of a table, whose padding is zero."""
+    specs = (*input_specs(), TensorSpec("rows", ("T", 6), "bfloat16"))
+    inputs = step(2, 1, 1) | {"rows": torch.randn(4, 6).bfloat16()}
+    shape = captured_shape(step(2, 2, 2, 2), LIMITS)
+    assert shape is not None
+    layout = InputLayout(specs, shape)
+    buffer = torch.full((layout.num_bytes,), 123, dtype=torch.uint8)
+    layout.pack(inputs, buffer)
+    rows = layout.views(buffer)["rows"]
+    assert rows.shape == (8, 6) and torch.equal(rows[:4], inputs["rows"]) and not rows[4:].any()
