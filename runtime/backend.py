@@ -109,18 +109,16 @@ class EagerBackend:
         self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
     ) -> list[SampledToken | None]:
         """`SamplingBackend.sample`; in a captured step the tokens are all that the host waits for."""
-        inputs, graphs = self.rows.complete(inputs), self._graphs_that_sample(vocab_limit)
-        if graphs is not None:
-            with torch.cuda.device(self.device), _steps_that_fit(self.device):
-                results = graphs.run({**inputs, **sampling_operands(requests)})
-            if results is not None:
-                return self._report(results, requests, vocab_limit)
+        if self._graphs is None:
+            return sample(self.run(inputs)[: len(requests)], requests, vocab_limit)
+        inputs = self.rows.complete(inputs)
+        with torch.cuda.device(self.device), _steps_that_fit(self.device):
+            results = self._graphs_that_sample(vocab_limit).run({**inputs, **sampling_operands(requests)})
+        if results is not None:
+            return self._report(results, requests, vocab_limit)
         return sample(self._run(inputs)[: len(requests)], requests, vocab_limit)
 
-    def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs | None:
-        if self._graphs is None:
-            return None
-
+    def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs:
         def execute(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             logits = self._execute(inputs)["logits"]
             return {"logits": logits, "drawn": draw(logits, logits, inputs, vocab_limit)}
