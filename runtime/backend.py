@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -45,24 +45,10 @@ BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
-    """Runs steps over states that it owns."""
+    """Runs steps over states that it owns. It may sample as well: see `EagerBackend.sample`."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
-        ...
-
-
-@runtime_checkable
-class SamplingBackend(Protocol):
-    """A backend that also samples, so that nothing but the sampled tokens has to leave the GPU."""
-
-    def sample(
-        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
-    ) -> list[SampledToken | None]:
-        """Run one step, update the states, and sample as `sampler.sample` does from row i of the logits for request i.
-
-        ``inputs`` may ask for logits of more rows.
-        """
         ...
 
 
@@ -108,7 +94,10 @@ class EagerBackend:
     def sample(
         self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
     ) -> list[SampledToken | None]:
-        """`SamplingBackend.sample`; in a captured step the tokens are all that the host waits for."""
+        """Run one step, update the states, and sample as `sampler.sample` does from row i of the logits for request i.
+
+        Of a captured step the tokens are all that the host waits for. ``inputs`` may ask for logits of more rows.
+        """
         if self._graphs is None:
             return sample(self.run(inputs)[: len(requests)], requests, vocab_limit)
         inputs = self.rows.complete(inputs)
