@@ -86,8 +86,8 @@ def no_host_sync() -> Iterator[None]:
 def test_greedy_text_is_the_cpus(on_cpu: LLM, on_gpu: LLM) -> None:
     """Decoding passes the budget of the indexer, 96 tokens."""
     prompt = (bundles.ROOT / "demo" / "prompt.txt").read_text(encoding="utf-8")
-    expected = on_cpu.generate(prompt, greedy(120))[0].outputs[0]
-    found = on_gpu.generate(prompt, greedy(120))[0].outputs[0]
+    expected = on_cpu.generate(prompt, greedy(100))[0].outputs[0]
+    found = on_gpu.generate(prompt, greedy(100))[0].outputs[0]
     if found.token_ids != expected.token_ids:
         first = next(
             i for i, pair in enumerate(zip(found.token_ids, expected.token_ids, strict=True)) if len({*pair}) > 1
@@ -202,6 +202,8 @@ def test_sampling_on_the_gpu(on_gpu: LLM) -> None:
 
 
 def test_the_command_uses_the_kernels_of_the_bundle(bundle: Path, on_cpu: LLM, tmp_path: Path) -> None:
+    if on_cpu.manifest.activation_dtype == "float32":
+        pytest.skip("once is enough")
     command = [sys.executable, "-m", "qwen4exp_trt.runtime", str(bundle), PROMPTS[0]]
     command += ["--max-tokens", "8", "--temperature", "0", "--device", "cuda"]
     env = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
