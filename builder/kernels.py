@@ -17,6 +17,7 @@ from qwen4exp_trt.plugins.kernels import Kernel
 from qwen4exp_trt.plugins.registry import all_specs, spec_of
 from qwen4exp_trt.plugins.spec import OpSpec, element_shape
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.sampler import SAMPLING_INPUTS
 from qwen4exp_trt.runtime.weights import dtype_from_name
@@ -30,9 +31,11 @@ _SM_COUNTS = (*(device.num_sms for device in DEVICES.values()), 132)
 def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Kernel]:
     """Every kernel that a step within ``limits`` may launch on a GPU with ``num_sms`` multiprocessors, each once."""
     found: dict[Kernel, None] = {}
-    calls = [*_distinct_calls(program), *_sampling_calls(program)]
+    calls = [*_distinct_calls(with_own_linears(program)), *_sampling_calls(program)]
     for dims in _step_dims(limits):
         for spec, shapes, dtypes, attrs in calls:
+            if spec.name == "linear" and dims["T"] > MOST_TOKENS:
+                continue
             plan = spec.plan({name: _extents(shape, dims) for name, shape in shapes.items()}, dtypes, attrs, num_sms)
             found |= dict.fromkeys(launch.kernel for launch in plan.launches)
     return list(found)

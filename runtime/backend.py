@@ -21,6 +21,7 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES, NgramRows
+from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import Progress
@@ -71,8 +72,9 @@ class EagerBackend:
     ) -> None:
         self.program, self.states, self.weights, self.rows, self.device = program, states, weights, rows, device
         self.limits = limits
-        self._graphs = None
+        self._graphs, self._program_for_few = None, program
         if device.type == "cuda":
+            self._program_for_few = with_own_linears(program)
             self._pool = torch.cuda.graph_pool_handle()
             self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device, self._pool)
         self._sampling_graphs: dict[int | None, DecodeGraphs] = {}
@@ -131,8 +133,10 @@ class EagerBackend:
         return tokens
 
     def _execute(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        has_few = len(inputs["input_ids"]) <= MOST_TOKENS
+        program = self._program_for_few if has_few else self.program
         with exact_matmuls():
-            return self.program.run(inputs, self.states, self.weights)
+            return program.run(inputs, self.states, self.weights)
 
 
 def load_eager_backend(

@@ -20,6 +20,7 @@ from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.plugins.registry import spec_of
 from qwen4exp_trt.runtime.backend import allocate_states
 from qwen4exp_trt.runtime.materialize import load_weights
+from qwen4exp_trt.runtime.own_linears import with_own_linears
 
 pytestmark = pytest.mark.slow
 BLOCK_SIZE = 8
@@ -52,7 +53,8 @@ def test_kernels_decode_as_the_cpu_does(dtype: str, precision: str, tolerance: f
     states = [allocate_states(program.states, num_blocks=3 * PAGES, num_slots=3) for _ in range(2)]
     for state in (*states[0].values(), *states[1].values()):
         state.view(torch.uint8).fill_(255)
+    own = with_own_linears(program)
     for inputs in STEPS:
         expected = program.run(inputs, states[0], weights)["logits"].float()
-        found = program.run(inputs, states[1], weights, Emulated(program.module).run)["logits"].float()
+        found = own.run(inputs, states[1], weights, Emulated(own.module).run)["logits"].float()
         assert (found - expected).norm() <= tolerance * expected.norm()
