@@ -14,7 +14,7 @@ import pytest
 import torch
 from op_checks import equal_bits
 from packed_steps import STEPS
-from serving import assert_idle, generated, observed_steps
+from serving import assert_idle, generated, ids, observed_steps
 from torch import Tensor
 
 from qwen4exp_trt.builder import build as build_module
@@ -83,27 +83,22 @@ def no_host_sync() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def heldout_tokens(llm: LLM, count: int) -> list[int]:
+    """The first tokens of text that the model was not trained on."""
+    assert llm.tokenizer is not None
+    return llm.tokenizer.encode(bundles.HELDOUT_TEXT.read_text(encoding="utf-8"), add_special_tokens=False)[:count]
+
+
 def test_greedy_text_is_the_cpus(on_cpu: LLM, on_gpu: LLM) -> None:
     """Decoding passes the budget of the indexer, 96 tokens."""
-    prompt = (bundles.ROOT / "demo" / "prompt.txt").read_text(encoding="utf-8")
-    expected = on_cpu.generate(prompt, greedy(100))[0].outputs[0]
-    found = on_gpu.generate(prompt, greedy(100))[0].outputs[0]
-    if found.token_ids != expected.token_ids:
-        first = next(
-            i for i, pair in enumerate(zip(found.token_ids, expected.token_ids, strict=True)) if len({*pair}) > 1
-        )
-        prefix = on_cpu.core.tokenizer.encode(prompt, add_special_tokens=True) + expected.token_ids[:first]  # type: ignore[union-attr]
-        rows = [llm.score(prefix)[-1].cpu() for llm in (on_cpu, on_gpu)]
-        candidates = [expected.token_ids[first], found.token_ids[first]]
-        print(f"token {first} differs: {candidates}, logits {[row[candidates].tolist() for row in rows]}")
-    assert found.text == expected.text
+    prompt, params = ids(heldout_tokens(on_cpu, 70)), greedy(40)
+    expected, found = (llm.generate(prompt, params)[0].outputs[0] for llm in (on_cpu, on_gpu))
     assert found.token_ids == expected.token_ids
+    assert found.text == expected.text
 
 
 def test_logits_are_the_cpus(on_cpu: LLM, on_gpu: LLM) -> None:
-    text = bundles.HELDOUT_TEXT.read_text(encoding="utf-8")
-    assert on_cpu.tokenizer is not None
-    token_ids = on_cpu.tokenizer.encode(text, add_special_tokens=False)[:200]
+    token_ids = heldout_tokens(on_cpu, 200)
     expected, found = on_cpu.score(token_ids), on_gpu.score(token_ids).cpu()
     error = (expected - found).norm() / expected.norm()
     assert error < (1e-5 if on_cpu.manifest.activation_dtype == "float32" else 0.02)
