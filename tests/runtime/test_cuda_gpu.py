@@ -24,6 +24,7 @@ from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs
 from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_shape
+from qwen4exp_trt.runtime.sampler import SampleRequest, TokenHistory, sampling_operands
 
 pytestmark = pytest.mark.gpu
 
@@ -154,13 +155,20 @@ def test_a_captured_step_is_the_cpus(on_cpu: LLM, on_gpu: LLM) -> None:
 
 
 def test_a_captured_step_waits_for_nothing(on_gpu: LLM) -> None:
-    graphs, steps = graphs_of(on_gpu), record(on_gpu, list(PROMPTS[:3]), 6)
+    steps = record(on_gpu, list(PROMPTS[:3]), 6)
     decode = steps[-1]
     assert decode["num_seqs"].tolist() == [3]
-    graphs.run(decode)
+    requests = [SampleRequest(SamplingParams(top_p=0.9), TokenHistory([1]), seed) for seed in range(3)]
+    steps_that_sample = backend_of(on_gpu)._graphs_that_sample(100)
+    inputs = {**decode, **sampling_operands(requests)}
+    graphs_of(on_gpu).run(decode)
+    results = steps_that_sample.run(inputs)
     with no_host_sync():
         for _ in range(3):
-            assert graphs.run(decode) is not None
+            assert graphs_of(on_gpu).run(decode) is not None
+            results = steps_that_sample.run(inputs)
+            assert results is not None
+    assert ((results["drawn"][0, :3] >= 0) & (results["drawn"][0, :3] < 100)).all()
 
 
 def test_padding_reads_and_changes_no_state(on_gpu: LLM) -> None:
