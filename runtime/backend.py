@@ -24,7 +24,7 @@ from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES, NgramRows
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import Progress
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, NgramRowsSpec, StateSpec, extent_of
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
@@ -47,8 +47,8 @@ class EagerBackend:
     """A program itself in torch: op by op on a CPU, and on a GPU by the ops' CUDA kernels.
 
     On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op. ``states``
-    and ``weights`` are those of the program by name, on ``device``; ``rows`` complete the inputs of its steps, which
-    are within ``limits``.
+    and ``weights`` are those of the program by name, on ``device``; steps are within ``limits``. ``rows`` complete
+    their inputs, if the program takes rows of a table that is on disk.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class EagerBackend:
         program: Program,
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
-        rows: NgramRows,
         limits: EngineLimits,
         device: torch.device,
+        rows: NgramRows | None = None,
     ) -> None:
         self.program, self.states, self.weights, self.rows, self.device = program, states, weights, rows, device
         is_cuda = device.type == "cuda"
         self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device) if is_cuda else None
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        inputs = self.rows.complete(inputs)
+        inputs = inputs if self.rows is None else self.rows.complete(inputs)
         if self._graphs is None:
             return self._execute(inputs)["logits"].float()
         with torch.cuda.device(self.device), _steps_that_fit(self.device):
@@ -101,10 +101,12 @@ def load_eager_backend(
     logger.info("loading %d weights from %s", len(program.weights), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
         weights = load_weights(program.weights, reader, device, progress, manifest.host_weights)
-    rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, row_cache_bytes)
+    rows = None
+    if any(isinstance(spec, NgramRowsSpec) for spec in program.inputs):
+        rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, row_cache_bytes)
     if device.type == "cuda":
         use_cubins(folder / KERNELS_DIR)
-    return EagerBackend(program, states, weights, rows, limits, device)
+    return EagerBackend(program, states, weights, limits, device, rows)
 
 
 def _check_memory(
@@ -153,7 +155,7 @@ def make_backend(
     trt = load_trt(name)
     check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
     loaded = load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
-    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen)
+    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen, loaded.rows)
 
 
 def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:
