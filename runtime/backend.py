@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,6 +24,15 @@ from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES, NgramRows
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import Progress
+from qwen4exp_trt.runtime.sampler import (
+    SAMPLING_INPUTS,
+    SampledToken,
+    SampleRequest,
+    draw,
+    report,
+    sample,
+    sampling_operands,
+)
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, NgramRowsSpec, StateSpec, extent_of
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
@@ -40,6 +49,20 @@ class Backend(Protocol):
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
+        ...
+
+
+@runtime_checkable
+class SamplingBackend(Protocol):
+    """A backend that also samples, so that nothing but the sampled tokens has to leave the GPU."""
+
+    def sample(
+        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+    ) -> list[SampledToken | None]:
+        """Run one step, update the states, and sample as `sampler.sample` does from row i of the logits for request i.
+
+        ``inputs`` may ask for logits of more rows.
+        """
         ...
 
 
@@ -61,11 +84,21 @@ class EagerBackend:
         rows: NgramRows | None = None,
     ) -> None:
         self.program, self.states, self.weights, self.rows, self.device = program, states, weights, rows, device
-        is_cuda = device.type == "cuda"
-        self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device) if is_cuda else None
+        self.limits = limits
+        self._graphs = None
+        if device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+            self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device, self._pool)
+        self._sampling_graphs: dict[int | None, DecodeGraphs] = {}
+        """Steps that end with the sampled tokens, by the limit of their ids."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        inputs = inputs if self.rows is None else self.rows.complete(inputs)
+        return self._run(self._completed(inputs))
+
+    def _completed(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return inputs if self.rows is None else self.rows.complete(inputs)
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         if self._graphs is None:
             return self._execute(inputs)["logits"].float()
         with torch.cuda.device(self.device), _steps_that_fit(self.device):
@@ -74,6 +107,43 @@ class EagerBackend:
                 return self._execute(move_inputs(self.program.inputs, inputs, self.device))["logits"].float()
             # A copy, since the next step overwrites the graph's memory.
             return results["logits"][: len(inputs["logits_indices"])].to(torch.float32, copy=True)
+
+    def sample(
+        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+    ) -> list[SampledToken | None]:
+        """`SamplingBackend.sample`; in a captured step the tokens are all that the host waits for."""
+        inputs, graphs = self._completed(inputs), self._graphs_that_sample(vocab_limit)
+        if graphs is not None:
+            with torch.cuda.device(self.device), _steps_that_fit(self.device):
+                results = graphs.run({**inputs, **sampling_operands(requests)})
+            if results is not None:
+                return self._report(results, requests, vocab_limit)
+        return sample(self._run(inputs)[: len(requests)], requests, vocab_limit)
+
+    def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs | None:
+        if self._graphs is None:
+            return None
+
+        def execute(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            logits = self._execute(inputs)["logits"]
+            return {"logits": logits, "drawn": draw(logits, logits, inputs, vocab_limit)}
+
+        if vocab_limit not in self._sampling_graphs:
+            specs = (*self.program.inputs, *SAMPLING_INPUTS)
+            self._sampling_graphs[vocab_limit] = DecodeGraphs(execute, specs, self.limits, self.device, self._pool)
+        return self._sampling_graphs[vocab_limit]
+
+    @staticmethod
+    def _report(
+        results: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+    ) -> list[SampledToken | None]:
+        """The tokens of a captured step. It samples without penalties: rows with some are sampled again."""
+        logits = results["logits"][: len(requests)]
+        tokens = report(results["drawn"].cpu(), logits, requests, vocab_limit)
+        rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
+        for row, token in zip(rows, sample(logits[rows].float(), [requests[row] for row in rows], vocab_limit)):
+            tokens[row] = token
+        return tokens
 
     def _execute(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with exact_matmuls():

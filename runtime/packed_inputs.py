@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
-from qwen4exp_trt.runtime.specs import DTYPE_BYTES, TensorSpec, extent_of
+from qwen4exp_trt.runtime.specs import TensorSpec, extent_of
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 _ALIGNMENT = 256
-"""Of an input in the buffer: what an allocation of its own would have."""
-_BITS = {2: torch.int16, 4: torch.int32}
+"""Of an input in the buffer, in bytes."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What NumPy copies in place of floats: it has no BF16."""
 _ROWS_LADDER = (1, 2, 4, DRAFT_ROWS)
 """Rows a sequence of the steps that are captured."""
 
@@ -66,40 +67,46 @@ class InputLayout:
     """Where each input of steps of one shape is in a buffer of bytes."""
 
     def __init__(self, specs: Sequence[TensorSpec], shape: StepShape) -> None:
-        self._places: list[tuple[TensorSpec, slice, tuple[int, ...]]] = []
-        self.size = 0
-        """Bytes of the buffer."""
+        self._places: dict[str, _Place] = {}
+        self.num_bytes = 0
+        """Of the buffer."""
         for spec in specs:
-            extents, num_bytes = tuple(extent_of(dim, shape.dims) for dim in spec.shape), spec.num_bytes(shape.dims)
-            self._places.append((spec, slice(self.size, self.size + num_bytes), extents))
-            self.size += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            end = self.num_bytes + spec.num_bytes(shape.dims)
+            extents = tuple(extent_of(dim, shape.dims) for dim in spec.shape)
+            self._places[spec.name] = _Place(slice(self.num_bytes, end), dtype_from_name(spec.dtype), extents)
+            self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The inputs in ``buffer``."""
-        return {
-            spec.name: buffer[place].view(dtype_from_name(spec.dtype)).view(extents)
-            for spec, place, extents in self._places
-        }
+        """The inputs in ``buffer`` (uint8)."""
+        return {name: buffer[place.bytes].view(place.dtype).view(place.extents) for name, place in self._places.items()}
 
     def pack(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Write ``inputs`` (on the CPU) into ``buffer`` (likewise), behind them what pads a step to the shape.
 
         Padding sequences have no rows, no tokens and no pages; ``num_seqs`` of the inputs does not count them.
         """
-        memory = buffer.numpy()
-        for spec, place, extents in self._places:
-            bits = _BITS[DTYPE_BYTES[spec.dtype]]  # NumPy has no BF16
-            source = inputs[spec.name].view(bits).numpy()
-            target = memory[place].view(source.dtype).reshape(extents)
-            if source.shape != extents:
-                target[...] = _padding(spec.name, source)
+        elements = buffer.numpy()
+        for name, place in self._places.items():
+            source = inputs[name].view(_BITS[place.dtype.itemsize]).numpy()
+            target = elements[place.bytes].view(source.dtype).reshape(place.extents)
+            if source.shape != place.extents:
+                target[...] = _padding(name, source)
             target[tuple(slice(extent) for extent in source.shape)] = source
 
     def padding(self) -> Tensor:
         """A buffer (on the CPU) of a step that is padding only: it changes no state."""
-        buffer = torch.zeros(self.size, dtype=torch.uint8)
+        buffer = torch.zeros(self.num_bytes, dtype=torch.uint8)
         self.views(buffer)["block_table"].fill_(-1)
         return buffer
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of an input in a buffer."""
+
+    bytes: slice
+    dtype: torch.dtype
+    extents: tuple[int, ...]
 
 
 def _padding(name: str, source: np.ndarray) -> int:

@@ -202,20 +202,6 @@ __device__ __forceinline__ uint4 load_streaming(const void* from) {
 #endif
 }
 
-// The same of data that a kernel before this one on the stream may have written.
-__device__ __forceinline__ uint4 load_streaming_written(const void* from) {
-#ifdef Q4E_EMULATE
-  return *static_cast<const uint4*>(from);
-#else
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-#endif
-}
-
 // Asks for a line of memory to be brought into L2. Changes nothing, so it may come in front of `wait_for_previous`.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
 #ifndef Q4E_EMULATE
