@@ -38,9 +38,12 @@ static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another siz
 
 struct Step {
   PackedSequence sequence;
-  int pending;    // rows to replay
-  int rows;       // these and the new ones
-  int committed;  // of all rows, those in the state that is written
+  int pending;  // rows to replay
+
+  __device__ __forceinline__ int rows() const { return pending + sequence.length; }
+  __device__ __forceinline__ bool is_draft() const { return sequence.length <= DRAFTS; }
+  // How many of the rows are in the state that is written.
+  __device__ __forceinline__ int committed() const { return is_draft() ? pending + 1 : rows(); }
 };
 
 struct Operands {
@@ -106,7 +109,7 @@ __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& ope
       raw.b = to_float(from[KEY_WIDTH + VALUE_WIDTH + head]);
       raw.a = to_float(from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head]);
     }
-  } else if (row < step.rows) {
+  } else if (row < step.rows()) {
     const int64 token = step.sequence.start + row - step.pending;
     const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
     if (task % 2) {
@@ -196,7 +199,7 @@ __device__ __forceinline__ void stage_row(Shared& shared, const Step& step, cons
                                           int task) {
   const RawRow raw = load_row(step, operands, 2 * first + task);
   task % 2 ? stage_value(shared, task / 2, raw) : stage_key(shared, task / 2, raw, operands);
-  const bool is_kept = step.sequence.length <= DRAFTS && first + task / 2 > step.pending;
+  const bool is_kept = step.is_draft() && first + task / 2 > step.pending;
   if (is_kept) keep_draft(step, operands, 2 * first + task, raw);
 }
 
@@ -373,15 +376,13 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   load_state(state, recurrent, sequence.context > 0);
   if (sequence.context > 0)
     step.pending = min(sequence.context - held_length(lengths, sequence.context), DRAFTS - 1);
-  step.rows = step.pending + sequence.length;
-  step.committed = sequence.length <= DRAFTS ? step.pending + 1 : step.rows;
   if (head == 0 && threadIdx.x == 0)
     store_length(committed_len, lengths, sequence.context - step.pending, sequence.context,
-                 sequence.context + step.committed - step.pending);
+                 sequence.context + step.committed() - step.pending);
 
 #pragma unroll 1
-  for (int first = 0; first < step.rows; first += CHUNK) {
-    const int count = min(CHUNK, step.rows - first);
+  for (int first = 0; first < step.rows(); first += CHUNK) {
+    const int count = min(CHUNK, step.rows() - first);
     if (first > 0) __syncthreads();
 #pragma unroll 1
     for (int task = warp; task < 2 * count; task += WARPS) stage_row(shared, step, operands, first, task);
@@ -391,10 +392,10 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     __syncthreads();
     if (warp < COLUMN_GROUPS) solve_columns(shared, count);
     __syncthreads();
-    const int kept = min(max(step.committed - first, 0), count);
+    const int kept = min(max(step.committed() - first, 0), count);
     advance_state(state, shared, 0, kept);
-    if (kept > 0 && first + kept == step.committed) store_state(state, recurrent);
-    if (first + count < step.rows) advance_state(state, shared, kept, count);
+    if (kept > 0 && first + kept == step.committed()) store_state(state, recurrent);
+    if (first + count < step.rows()) advance_state(state, shared, kept, count);
     const int from = max(step.pending - first, 0);
     const int64 token = sequence.start + first + from - step.pending;
     store_outputs(shared, from, count, out + token * VALUE_WIDTH + head * VALUE_DIM, eps);
