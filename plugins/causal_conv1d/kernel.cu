@@ -78,7 +78,8 @@ causal_conv1d(const ACTIVATION* x, const ACTIVATION* weight, ACTIVATION* conv_st
         for (int tap = 0; tap < TAPS; ++tap) values[i] += weights[i * TAPS + tap] * window[row + tap][i];
         values[i] = silu(values[i]);
       }
-      if (is_mine) store_vector(out + int64(sequence.start + offset + row) * CHANNELS + channel, values);
+      ACTIVATION* to = out + int64(sequence.start + offset + row) * CHANNELS + channel;
+      if (is_mine) store_packed(to, pack<ACTIVATION>(values));
     }
     // The thread that read the state is the one that replaces it, so no other can read what it writes.
     if (offset == 0 && is_mine) store_ring(window, sequence, x + channel, ring, next_row);

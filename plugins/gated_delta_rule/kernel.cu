@@ -32,7 +32,6 @@ struct Shared {
   float w[ROW_GROUPS][CHUNK][VALUES];            // after that, w[0] is o
   float kk[CHUNK][CHUNK], kq[CHUNK][CHUNK];      // D_ij k_i.k_j and D_ij k_i.q_j
   float decay[CHUNK], beta[CHUNK];
-  float squares[CHUNK][COLUMN_GROUPS];           // of o
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
 
@@ -49,7 +48,6 @@ struct Step {
 struct Operands {
   const ACTIVATION *conv_out, *qkvz, *ba;
   ACTIVATION* draft_rows;
-  float rate, bias;  // decay = exp(rate * softplus(a + bias))
 };
 
 // Four elements a lane, of up to 128 * FOURS.
@@ -58,9 +56,9 @@ using Four = Packed<ACTIVATION, 4>;
 
 __device__ __forceinline__ int lane_place(int i) { return (i * WARP + threadIdx.x % WARP) * 4; }
 
-// What a warp loads of a row: its key, query, b and a, or its value and output gate.
+// What a warp loads of a row; of one to replay there is no query and no output gate.
 struct RawRow {
-  Four first[FOURS], second[FOURS];
+  Four k[FOURS], q[FOURS], v[FOURS], z[FOURS];
   float b, a;
 };
 
@@ -96,131 +94,106 @@ __device__ __forceinline__ ACTIVATION* draft_row(const Step& step, const Operand
   return operands.draft_rows + (int64(step.sequence.slot) * (2 * DRAFTS) + position % (2 * DRAFTS)) * DRAFT_WIDTH;
 }
 
-// Task 2 * row is the row's key part, task 2 * row + 1 its value part.
-__device__ __forceinline__ RawRow load_row(const Step& step, const Operands& operands, int task) {
-  const int head = blockIdx.x, row = task / 2, key = head / REPEATS * KEY_DIM, value = head * VALUE_DIM;
+// Row `row` of the step, zeros behind its last one.
+__device__ __forceinline__ RawRow load_row(const Step& step, const Operands& operands, int row) {
+  const int head = blockIdx.x, key = head / REPEATS * KEY_DIM, value = head * VALUE_DIM;
   RawRow raw = {};
   if (row < step.pending) {
     const ACTIVATION* from = draft_row(step, operands, row);
-    if (task % 2) {
-      load_lanes<VALUE_DIM>(raw.first, from + KEY_WIDTH + value);
-    } else {
-      load_lanes<KEY_DIM>(raw.first, from + key);
-      raw.b = to_float(from[KEY_WIDTH + VALUE_WIDTH + head]);
-      raw.a = to_float(from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head]);
-    }
+    load_lanes<KEY_DIM>(raw.k, from + key);
+    load_lanes<VALUE_DIM>(raw.v, from + KEY_WIDTH + value);
+    raw.b = to_float(from[KEY_WIDTH + VALUE_WIDTH + head]);
+    raw.a = to_float(from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head]);
   } else if (row < step.rows()) {
     const int64 token = step.sequence.start + row - step.pending;
     const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
-    if (task % 2) {
-      load_lanes<VALUE_DIM>(raw.first, from + 2 * KEY_WIDTH + value);
-      load_lanes<VALUE_DIM>(raw.second, operands.qkvz + token * (CONV_WIDTH + VALUE_WIDTH) + CONV_WIDTH + value);
-    } else {
-      load_lanes<KEY_DIM>(raw.first, from + KEY_WIDTH + key);
-      load_lanes<KEY_DIM>(raw.second, from + key);
-      raw.b = to_float(operands.ba[token * 2 * V_HEADS + head]);
-      raw.a = to_float(operands.ba[token * 2 * V_HEADS + V_HEADS + head]);
-    }
+    load_lanes<KEY_DIM>(raw.k, from + KEY_WIDTH + key);
+    load_lanes<KEY_DIM>(raw.q, from + key);
+    load_lanes<VALUE_DIM>(raw.v, from + 2 * KEY_WIDTH + value);
+    load_lanes<VALUE_DIM>(raw.z, operands.qkvz + token * (CONV_WIDTH + VALUE_WIDTH) + CONV_WIDTH + value);
+    raw.b = to_float(operands.ba[token * 2 * V_HEADS + head]);
+    raw.a = to_float(operands.ba[token * 2 * V_HEADS + V_HEADS + head]);
   }
   return raw;
 }
 
-// Brings a new row's task, as in `load_row`, near; which rows there are to replay is not known yet.
-__device__ __forceinline__ void prefetch_row(const Step& step, const Operands& operands, int task) {
-  if (task / 2 >= step.sequence.length) return;
-  const int64 token = step.sequence.start + task / 2;
+// Brings new row `row` near; how many rows there are to replay is not known yet.
+__device__ __forceinline__ void prefetch_row(const Step& step, const Operands& operands, int row) {
+  if (row >= step.sequence.length) return;
   const int head = blockIdx.x, key = head / REPEATS * KEY_DIM + lane_place(0), value = head * VALUE_DIM + lane_place(0);
+  const int64 token = step.sequence.start + row;
   const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
-  if (task % 2) {
-    if (lane_place(0) >= VALUE_DIM) return;
+  if (lane_place(0) < KEY_DIM) prefetch_l2(from + KEY_WIDTH + key), prefetch_l2(from + key);
+  if (lane_place(0) < VALUE_DIM) {
     prefetch_l2(from + 2 * KEY_WIDTH + value);
     prefetch_l2(operands.qkvz + token * (CONV_WIDTH + VALUE_WIDTH) + CONV_WIDTH + value);
-  } else {
-    if (lane_place(0) >= KEY_DIM) return;
-    prefetch_l2(from + KEY_WIDTH + key);
-    prefetch_l2(from + key);
-    prefetch_l2(operands.ba + token * 2 * V_HEADS + head);
   }
+  if (threadIdx.x % WARP == 0) prefetch_l2(operands.ba + token * 2 * V_HEADS + head);
 }
 
-__device__ __forceinline__ void stage_key(Shared& shared, int j, const RawRow& raw, const Operands& operands) {
+// Row j of the chunk, by a warp. Every warp comes here, so that the sums need no check of who does.
+__device__ __forceinline__ void stage_row(Shared& shared, int j, const RawRow& raw, float rate, float bias,
+                                          bool exists) {
   float kk = 0.f, qq = 0.f, kq = 0.f;
 #pragma unroll
   for (int i = 0; i < 4 * FOURS; ++i) {
-    const float k = raw.first[i / 4][i % 4], q = raw.second[i / 4][i % 4];
+    const float k = raw.k[i / 4][i % 4], q = raw.q[i / 4][i % 4];
     kk += k * k, qq += q * q, kq += k * q;
   }
   kk = warp_sum(kk), qq = warp_sum(qq), kq = warp_sum(kq);
+  if (!exists) return;
   const float k_scale = rsqrtf(kk + L2_EPS), q_scale = rsqrtf(qq + L2_EPS) * rsqrtf(float(KEY_DIM));
 #pragma unroll
   for (int i = 0; i < 4 * FOURS; ++i) {
     const int place = lane_place(i / 4) + i % 4;
     if (place < KEYS) {
-      shared.k[j][place] = raw.first[i / 4][i % 4] * k_scale;
-      shared.q[j][place] = raw.second[i / 4][i % 4] * q_scale;
+      shared.k[j][place] = raw.k[i / 4][i % 4] * k_scale;
+      shared.q[j][place] = raw.q[i / 4][i % 4] * q_scale;
+    }
+    if (place < VALUES) {
+      const float z = raw.z[i / 4][i % 4];
+      shared.v[j][place] = raw.v[i / 4][i % 4];
+      shared.gate[j][place] = SILU_GATE ? silu(z) : sigmoid(z);
     }
   }
   if (threadIdx.x % WARP == 0) {
     shared.kq[j][j] = kq * k_scale * q_scale;
     shared.beta[j] = sigmoid(raw.b);
-    shared.decay[j] = expf(operands.rate * softplus(raw.a + operands.bias));
+    shared.decay[j] = expf(rate * softplus(raw.a + bias));
   }
 }
 
-__device__ __forceinline__ void stage_value(Shared& shared, int j, const RawRow& raw) {
-#pragma unroll
-  for (int i = 0; i < 4 * FOURS; ++i) {
-    const int place = lane_place(i / 4) + i % 4;
-    if (place < VALUES) {
-      const float z = raw.second[i / 4][i % 4];
-      shared.v[j][place] = raw.first[i / 4][i % 4];
-      shared.gate[j][place] = SILU_GATE ? silu(z) : sigmoid(z);
-    }
-  }
-}
-
-// Keeps a new row that is not committed. Key heads are kept by their first value head.
-__device__ __forceinline__ void keep_draft(const Step& step, const Operands& operands, int task, const RawRow& raw) {
+// Keeps row `row` of the step, which is not committed. Key heads are kept by their first value head.
+__device__ __forceinline__ void keep_draft(const Step& step, const Operands& operands, int row, const RawRow& raw) {
   const int head = blockIdx.x;
-  ACTIVATION* to = draft_row(step, operands, task / 2);
-  if (task % 2) {
-    store_lanes<VALUE_DIM>(to + KEY_WIDTH + head * VALUE_DIM, raw.first);
-    return;
-  }
-  if (head % REPEATS == 0) store_lanes<KEY_DIM>(to + head / REPEATS * KEY_DIM, raw.first);
+  ACTIVATION* to = draft_row(step, operands, row);
+  if (head % REPEATS == 0) store_lanes<KEY_DIM>(to + head / REPEATS * KEY_DIM, raw.k);
+  store_lanes<VALUE_DIM>(to + KEY_WIDTH + head * VALUE_DIM, raw.v);
   if (threadIdx.x % WARP == 0) {
     to[KEY_WIDTH + VALUE_WIDTH + head] = from_float<ACTIVATION>(raw.b);
     to[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head] = from_float<ACTIVATION>(raw.a);
   }
 }
 
-// Task `task` of the chunk that begins with row `first`.
-__device__ __forceinline__ void stage_row(Shared& shared, const Step& step, const Operands& operands, int first,
-                                          int task) {
-  const RawRow raw = load_row(step, operands, 2 * first + task);
-  task % 2 ? stage_value(shared, task / 2, raw) : stage_key(shared, task / 2, raw, operands);
-  const bool is_kept = step.is_draft() && first + task / 2 > step.pending;
-  if (is_kept) keep_draft(step, operands, 2 * first + task, raw);
-}
-
 // The products of different rows of the chunk, a pair a warp.
 __device__ __forceinline__ void multiply_pairs(Shared& shared, int count) {
-  const int lane = threadIdx.x % WARP;
-  int pair = threadIdx.x / WARP;
-  for (int j = 1; j < count; ++j) {
-    for (; pair < j; pair += WARPS) {
-      float kk = 0.f, kq = 0.f, decay = 1.f;
-#pragma unroll
-      for (int i = lane; i < KEYS; i += WARP) {
-        const float k = shared.k[pair][i];
-        kk += k * shared.k[j][i], kq += k * shared.q[j][i];
-      }
-      kk = warp_sum(kk), kq = warp_sum(kq);
+  const int lane = threadIdx.x % WARP, pairs = count * (count - 1) / 2;
 #pragma unroll 1
-      for (int row = pair + 1; row <= j; ++row) decay *= shared.decay[row];
-      if (lane == 0) shared.kk[pair][j] = kk * decay, shared.kq[pair][j] = kq * decay;
+  for (int first = 0; first < pairs; first += WARPS) {
+    int i = first + threadIdx.x / WARP, j = 1;
+    const bool exists = i < pairs;
+    i = exists ? i : 0;
+    while (i >= j) i -= j++;
+    float kk = 0.f, kq = 0.f, decay = 1.f;
+#pragma unroll
+    for (int place = 0; place < KEYS; place += WARP) {
+      const float k = shared.k[i][place + lane];
+      kk += k * shared.k[j][place + lane], kq += k * shared.q[j][place + lane];
     }
-    pair -= j;
+    kk = warp_sum(kk), kq = warp_sum(kq);
+#pragma unroll 1
+    for (int row = i + 1; row <= j; ++row) decay *= shared.decay[row];
+    if (exists && lane == 0) shared.kk[i][j] = kk * decay, shared.kq[i][j] = kq * decay;
   }
 }
 
@@ -300,8 +273,6 @@ __device__ __forceinline__ void solve_columns(Shared& shared, int count) {
     deltas[j] = shared.beta[j] * (shared.v[j][column] - read);
     o += shared.kq[j][j] * deltas[j];
     shared.u[0][j][column] = deltas[j], shared.w[0][j][column] = o;
-    const float squares = warp_sum(o * o);
-    if (column % WARP == 0) shared.squares[j][column / WARP] = squares;
   }
 }
 
@@ -320,21 +291,29 @@ __device__ __forceinline__ void advance_state(float (&state)[ROWS][COLUMNS], con
   }
 }
 
-// Rows `from` to `to` - 1 of the chunk; `out` is for row `from`.
+// The gated norm of rows `from` to `to` - 1 of the chunk, a row a warp; `out` is for row `from`.
 __device__ __forceinline__ void store_outputs(const Shared& shared, int from, int to, ACTIVATION* out, float eps) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (to - from) * (VALUES / 2); i += BLOCK) {
-    const int j = from + i / (VALUES / 2), column = i % (VALUES / 2) * 2;
-    if (column >= VALUE_DIM) continue;
-    float squares = 0.f;
+  for (int first = from; first < to; first += WARPS) {
+    const int row = first + threadIdx.x / WARP, j = min(row, to - 1);
+    float o[4 * FOURS], squares = 0.f;
 #pragma unroll
-    for (int group = 0; group < COLUMN_GROUPS; ++group) squares += shared.squares[j][group];
-    const float scale = rsqrtf(squares / VALUE_DIM + eps);
-    float values[2];
+    for (int i = 0; i < 4 * FOURS; ++i) {
+      const int place = lane_place(i / 4) + i % 4;
+      o[i] = place < VALUES ? shared.w[0][j][place] : 0.f;
+      squares += o[i] * o[i];
+    }
+    const float scale = rsqrtf(warp_sum(squares) / VALUE_DIM + eps);
 #pragma unroll
-    for (int c = 0; c < 2; ++c)
-      values[c] = shared.w[0][j][column + c] * scale * shared.norm_weight[column + c] * shared.gate[j][column + c];
-    store_vector(out + int64(j - from) * VALUE_WIDTH + column, values);
+    for (int i = 0; i < FOURS; ++i) {
+      const int place = lane_place(i);
+      if (row >= to || place >= VALUE_DIM) continue;
+      float values[4];
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        values[c] = o[4 * i + c] * scale * shared.norm_weight[place + c] * shared.gate[j][place + c];
+      store_packed(out + int64(row - from) * VALUE_WIDTH + place, pack<ACTIVATION>(values));
+    }
   }
 }
 
@@ -359,7 +338,8 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
   const int head = blockIdx.x, warp = threadIdx.x / WARP;
-  const Operands operands = {conv_out, qkvz, ba, draft_rows, -expf(to_float(A_log[head])), to_float(dt_bias[head])};
+  const Operands operands = {conv_out, qkvz, ba, draft_rows};
+  const float rate = -expf(to_float(A_log[head])), bias = to_float(dt_bias[head]);
   if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(norm_weight[threadIdx.x]);
   wait_for_previous();
   start_next();
@@ -384,8 +364,13 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   for (int first = 0; first < step.rows(); first += CHUNK) {
     const int count = min(CHUNK, step.rows() - first);
     if (first > 0) __syncthreads();
-#pragma unroll 1
-    for (int task = warp; task < 2 * count; task += WARPS) stage_row(shared, step, operands, first, task);
+#pragma unroll
+    for (int round = 0; round < CHUNK; round += WARPS) {
+      const int j = round + warp;
+      const RawRow raw = load_row(step, operands, first + j);
+      stage_row(shared, j, raw, rate, bias, j < count);
+      if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raw);
+    }
     __syncthreads();
     multiply_pairs(shared, count);
     multiply_state(shared, state, count);

@@ -49,7 +49,7 @@ def launches(call: Call) -> Iterator[Launch]:
 def _shared_bytes(row_groups: int, column_groups: int) -> int:
     """Of the kernel's ``Shared``."""
     keys, values = row_groups * ROWS * _ROW_LANES, column_groups * _WARP
-    row = 2 * keys + 2 * values + 2 * row_groups * values + 2 * _CHUNK + 2 + column_groups
+    row = 2 * keys + 2 * values + 2 * row_groups * values + 2 * _CHUNK + 2
     return 4 * (_CHUNK * row + values)
 
 
