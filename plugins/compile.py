@@ -8,6 +8,7 @@ import io
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,20 +21,45 @@ from qwen4exp_trt.plugins.kernels import Kernel, define_flags
 
 SOURCES = Path(__file__).parent
 _INCLUDE = SOURCES / "include"
+_IMPORTING = threading.Lock()
+"""Threads that compile side by side must not find a module that another is still importing."""
 _INSTALL = "pip install 'qwen4exp-trt[cuda]'"
 _MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel, and what ptxas says about it. ``key`` names it in a cache and in a bundle."""
+    """A compiled kernel with the compiler's log. ``key`` names it in a cache and in a bundle."""
 
     key: str
     code: bytes
-    registers: int
-    shared_bytes: int
-    spill_bytes: int
-    stack_bytes: int
+    entry: str
+    log: str
+
+    @property
+    def registers(self) -> int:
+        """Of a thread."""
+        return self._number(r"Used (\d+) registers")
+
+    @property
+    def shared_bytes(self) -> int:
+        """Static shared memory of a block."""
+        return self._number(r"(\d+) bytes smem")
+
+    @property
+    def spill_bytes(self) -> int:
+        return self._number(r"(\d+) bytes spill stores") + self._number(r"(\d+) bytes spill loads")
+
+    @property
+    def stack_bytes(self) -> int:
+        return self._number(r"(\d+) bytes stack frame")
+
+    def _number(self, pattern: str) -> int:
+        start = self.log.find(f"function '{self.entry}'")
+        if start < 0:
+            raise PluginError(f'the compiler\'s log does not mention {self.entry}; is it extern "C"?\n{self.log}')
+        found = re.search(pattern, self.log[start:].split("Compiling entry function", 1)[0])
+        return int(found.group(1)) if found else 0
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -60,6 +86,7 @@ def compile_kernel(kernel: Kernel, arch: str) -> Cubin:
         include_path=[str(_INCLUDE), str(SOURCES)],
         define_macro=define_flags(kernel.defines),
         ptxas_options=["-v"],
+        no_cache=True,  # NVRTC's own would leave the log empty
         device_as_default_execution_space=True,
     )
     log = io.StringIO()
@@ -68,7 +95,7 @@ def compile_kernel(kernel: Kernel, arch: str) -> Cubin:
         code = program.compile("cubin", logs=log)
     except Exception as error:
         raise PluginError(f"{kernel.source} does not compile for {arch} with {kernel.defines}:\n{error}") from error
-    return Cubin(cubin_key(kernel, arch), bytes(code.code), **_resources(log.getvalue(), kernel.entry))
+    return Cubin(cubin_key(kernel, arch), bytes(code.code), kernel.entry, log.getvalue())
 
 
 def load_cubin(kernel: Kernel, arch: str, folders: Sequence[Path] = ()) -> bytes:
@@ -123,8 +150,13 @@ def _headers() -> str:
     return "\0".join(file.read_text() for file in sorted(SOURCES.rglob("*.cuh")))
 
 
+def _cuda_core() -> Any:
+    with _IMPORTING:
+        return _import_cuda_core()
+
+
 @cache
-def _cuda_core():
+def _import_cuda_core() -> Any:
     try:
         core: Any = importlib.import_module("cuda.core")
     except ImportError as error:
@@ -146,22 +178,3 @@ def _nvrtc() -> Any:
     except RuntimeError as error:
         raise PluginError(f"NVRTC, which compiles the CUDA kernels, is not installed; run: {_INSTALL}") from error
     return nvrtc
-
-
-def _resources(log: str, entry: str) -> dict[str, int]:
-    """Registers, static shared memory, spills and stack of ``entry``, from the verbose log of ptxas."""
-    start = log.find(f"function '{entry}'")
-    if start < 0:
-        raise PluginError(f'the compiler\'s log does not mention {entry}; is it extern "C"?\n{log}')
-    part = log[start:].split("Compiling entry function", 1)[0]
-
-    def number(pattern: str) -> int:
-        found = re.search(pattern, part)
-        return int(found.group(1)) if found else 0
-
-    return {
-        "registers": number(r"Used (\d+) registers"),
-        "shared_bytes": number(r"(\d+) bytes smem"),
-        "spill_bytes": number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
-        "stack_bytes": number(r"(\d+) bytes stack frame"),
-    }

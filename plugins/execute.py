@@ -14,10 +14,8 @@ from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.compile import architecture, load_cubin
 from qwen4exp_trt.plugins.kernels import F32, Kernel, Launch, Plan, ScratchRef, TensorRef
 
-_STATIC_SHARED_LIMIT = 48 * 1024
-"""Dynamic shared memory beyond this has to be asked for."""
-
 _cubin_folders: list[Path] = []
+_shared_limits: dict[tuple[Kernel, int], int] = {}
 
 
 def use_cubins(folder: Path) -> None:
@@ -55,7 +53,7 @@ def _address(arg: Any, pointers: Mapping[str, int], scratch: int, semaphores: in
 def _prepared(launch: Launch, device_index: int) -> tuple[Any, Any, list[tuple[Any, Any]]]:
     """The loaded kernel, its configuration, and each argument with its value, None for an address."""
     kernel = _load(launch.kernel, device_index)
-    if launch.shared_bytes > _STATIC_SHARED_LIMIT:
+    if launch.shared_bytes > 0:
         _allow_shared_memory(kernel, launch, device_index)
     config = _core().LaunchConfig(
         grid=launch.grid,
@@ -80,12 +78,16 @@ def _load(kernel: Kernel, device_index: int) -> Any:
 
 
 def _allow_shared_memory(kernel: Any, launch: Launch, device_index: int) -> None:
+    """Raise the kernel's limit of dynamic shared memory to what the most demanding launch so far needs."""
+    key = (launch.kernel, device_index)
+    if launch.shared_bytes <= _shared_limits.get(key, 0):
+        return
     driver: Any = importlib.import_module("cuda.bindings.driver")
-
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     (result,) = driver.cuKernelSetAttribute(attribute, launch.shared_bytes, kernel.handle, device_index)
     if result != driver.CUresult.CUDA_SUCCESS:
         raise PluginError(f"{launch.kernel.entry} needs {launch.shared_bytes} bytes of shared memory: {result.name}")
+    _shared_limits[key] = launch.shared_bytes
 
 
 @cache

@@ -202,24 +202,17 @@ __device__ __forceinline__ uint4 load_streaming(const void* from) {
 #endif
 }
 
-// The same of data that a kernel before this one on the stream may have written.
-__device__ __forceinline__ uint4 load_streaming_written(const void* from) {
-#ifdef Q4E_EMULATE
-  return *static_cast<const uint4*>(from);
-#else
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-#endif
-}
-
 // Asks for a line of memory to be brought into L2. Changes nothing, so it may come in front of `wait_for_previous`.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
 #ifndef Q4E_EMULATE
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
+// The same for `num_bytes` from `address` on, both multiples of 16, by one thread. Below SM90 it does nothing.
+__device__ __forceinline__ void prefetch_l2(const void* address, uint32 num_bytes) {
+#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(num_bytes));
 #endif
 }
 
@@ -278,6 +271,18 @@ __device__ __forceinline__ void wait_for_previous() {
 __device__ __forceinline__ void start_next() {
 #if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Counts one of `count` arrivals at `counter` and says whether it was the last, after which the counter is zero again. What
+// threads of the block wrote before a barrier in front of this is visible behind the last arrival and a barrier after it.
+__device__ __forceinline__ bool is_last_arrival(uint32* counter, int count) {
+#ifdef Q4E_EMULATE
+  return atomicInc(counter, uint32(count - 1)) == uint32(count - 1);
+#else
+  uint32 before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(count - 1) : "memory");
+  return before == uint32(count - 1);
 #endif
 }
 

@@ -215,7 +215,7 @@ def add_a_wrong_stream_count(path: Path) -> None:
 def test_trap_23_stream_buffers_follow_hc_count(make: PairFactory) -> None:
     pair = make(tiny_config_dict(**SMALL, hc_count=2), add_a_wrong_stream_count)
     pair.check(PROMPT)
-    assert pair.state(StateKind.PLE_CONV_STATE).shape[1:] == (9 + DRAFT_ROWS, 2 * 32)
+    assert pair.state(StateKind.PLE_CONV_STATE).shape[1:] == (9 + 8, 2 * 32)
     with pytest.raises(ConfigError, match="hc_count"):
         ModelConfig.from_dict(tiny_config_dict(hc_count=1), "config.json")
 

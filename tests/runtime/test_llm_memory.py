@@ -72,7 +72,7 @@ def test_weights_are_no_pages_of_mapped_files(tiny_bundle: Path) -> None:
 def test_states_are_allocated_before_weights_are_read(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lack of memory for them must not show after minutes of reading."""
     monkeypatch.setattr("qwen4exp_trt.runtime.backend.load_weights", None)
-    with pytest.raises(BundleError, match=r"GiB for the states of .* load the bundle with a smaller num_blocks"):
+    with pytest.raises(BundleError, match=r"GiB on cpu for the states of .* load the bundle with a smaller num_blocks"):
         LLM(tiny_bundle, num_blocks=2**50)
 
 

@@ -6,43 +6,18 @@ from collections.abc import Mapping
 
 import pytest
 import torch
+from packed_steps import STEPS
 from torch import Tensor
 
 from qwen4exp_trt.runtime import LLM
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_shape
 
-SEQS = (0, 1, 2)
-PAGES = 8
-
-
-def step(starts: tuple[int, ...], ends: tuple[int, ...]) -> dict[str, Tensor]:
-    """Tokens ``starts[b]`` to ``ends[b]`` of each sequence b; all rows give logits."""
-    ids = [
-        7 * seq + 3 * position + 5 for seq, a, b in zip(SEQS, starts, ends, strict=False) for position in range(a, b)
-    ]
-    positions = [position for a, b in zip(starts, ends, strict=True) for position in range(a, b)]
-    lengths = torch.tensor([0, *(b - a for a, b in zip(starts, ends, strict=True))])
-    inputs = {
-        "input_ids": ids,
-        "positions": [positions] * 3,
-        "query_start_loc": lengths.cumsum(0).tolist(),
-        "seq_lens": list(ends),
-        "slot_ids": [2 - seq for seq in SEQS[: len(ends)]],
-        "block_table": [[PAGES * seq + page for page in range(3)] for seq in SEQS[: len(ends)]],
-        "num_seqs": [len(ends)],
-        "logits_indices": list(range(len(ids))),
-    }
-    return {name: torch.tensor(value, dtype=torch.int32) for name, value in inputs.items()}
-
-
-STEPS = [step((0, 0), (5, 8)), step((5, 8), (6, 9)), step((6, 9, 0), (10, 10, 1)), step((10, 10, 1), (12, 12, 3))]
-
 
 def padded(backend: EagerBackend, inputs: Mapping[str, Tensor], shape: StepShape) -> dict[str, Tensor]:
     """``inputs`` as a graph of ``shape`` gets them."""
     layout = InputLayout(backend.program.inputs, shape)
-    buffer = torch.full((layout.size,), 12345, dtype=torch.int32)
+    buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
     layout.pack(inputs, buffer)
     return layout.views(buffer)
 

@@ -1,0 +1,278 @@
+"""Decodes with the full-size model on the GPU at hand: random weights, filled caches, the serving loop of the runtime.
+
+    python benchmarks/decode_full_size.py tests/fixtures/released_config.json
+
+Prints for each batch size and context the time of a step beside what its bytes take at the bandwidth of a copy in this
+run, and a table of the kernels of one step. Appends a line for each measurement to
+``benchmarks/results/decode_full_size.jsonl``, and exits with 1 when a bar is exceeded. The n-gram table is NVFP4, so
+that all of it fits an H200 beside experts in NVFP4 and everything else in BF16 (``checkpoint``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from bandwidth import Bandwidth, measure_bandwidth
+from full_size_program import choose_formats, make_program
+from kernel_table import Kernels, profile_kernels
+from random_model import fill_states, random_weights
+from results_file import append_result
+from step_bytes import StepBytes, mean_distinct_experts, step_bytes
+from torch import Tensor
+
+from qwen4exp_trt.builder.plan import DEVICES, ActivationMemory, PlanRequest
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.plugins.compile import architecture
+from qwen4exp_trt.runtime.backend import EagerBackend, allocate_states
+from qwen4exp_trt.runtime.decode_graphs import move_inputs
+from qwen4exp_trt.runtime.engine_core import EngineCore
+from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.scheduler import ScheduledSequence
+from qwen4exp_trt.runtime.sequence import Sequence
+from qwen4exp_trt.runtime.step_inputs import build_step_inputs
+from qwen4exp_trt.runtime.tensor_reader import TensorReader
+
+PRECISIONS = ("nvfp4", "checkpoint")
+PLE = "nvfp4"
+SCENARIOS = ((1, 2048), (1, 32768), (1, 200_000), (4, 2048), (4, 32768), (16, 2048), (16, 32768))
+"""Sequences and context."""
+DRAFT_STEP_ROWS = 4
+STEPS, WARM_UP, REPLAYS = 24, 4, 20
+LIMITS = EngineLimits(max_batch_size=16, max_seq_len=262_144, prefill_chunk=2048, block_size=64)
+NUM_BLOCKS = max(batch * (context // LIMITS.block_size + 4) for batch, context in SCENARIOS)
+FLOOR_BAR, LONG_CONTEXT_BAR = 3.0, 1.15
+"""Times the floor that a step of one sequence at 2,048 tokens may take with nvfp4; and times that at 200,000."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One line of the result; times in milliseconds."""
+
+    precision: str
+    batch: int
+    context: int
+    rows: int
+    """New tokens of a sequence in a step."""
+    step_ms: float
+    """From step to step in the serving loop, until the sampled tokens are on the host."""
+    gpu_ms: float
+    """Of the captured step alone, back to back."""
+    floor_ms: float
+    weight_bytes: int
+    state_bytes: int
+    distinct_experts: float
+    kernels: int
+    kernels_ms: float
+    """Sum over the kernels of a step; more than `gpu_ms` where they overlap."""
+    gb10_floor_ms: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * self.batch * self.rows / self.step_ms
+
+    def __str__(self) -> str:
+        return (
+            f"{self.precision:<11}{self.batch:>6}{self.context:>9}{self.rows:>5}{self.step_ms:>9.3f}{self.gpu_ms:>9.3f}"
+            f"{self.tokens_per_second:>10.1f}{(self.weight_bytes + self.state_bytes) / 1e9:>9.3f}{self.floor_ms:>9.3f}"
+            f"{self.step_ms / self.floor_ms:>7.2f}{self.gpu_ms / self.floor_ms:>7.2f}{self.kernels:>8}"
+            f"{1e3 * self.batch * self.rows / self.gb10_floor_ms:>11.1f}"
+        )
+
+
+HEADER = (
+    f"{'precision':<11}{'batch':>6}{'context':>9}{'rows':>5}{'step ms':>9}{'GPU ms':>9}{'tokens/s':>10}{'GB':>9}"
+    f"{'floor ms':>9}{'x step':>7}{'x GPU':>7}{'kernels':>8}{'GB10 est.':>11}"
+)
+NOTES = (
+    "floor: the step's bytes at the bandwidth of the copy above; GB10 est.: an estimate, the most tokens a second that "
+    "233 GB/s allow for the same bytes"
+)
+
+
+class Model:
+    """The released model in one precision, served from the GPU."""
+
+    def __init__(self, config: ModelConfig, precision: str, folder: Path) -> None:
+        self.config, self.precision = config, precision
+        self.program, device = load_program(folder), torch.device("cuda", torch.cuda.current_device())
+        states = allocate_states(self.program.states, NUM_BLOCKS, LIMITS.num_slots, device)
+        weights = random_weights(self.program, device)
+        rows = NgramRows(self.program.inputs, TensorReader(), LIMITS.num_slots)  # the table is on the GPU
+        self.backend = EagerBackend(self.program, states, weights, rows, LIMITS, device)
+        self.core = EngineCore(self.backend, LIMITS, NUM_BLOCKS, config.vocab_size, (), None)
+
+    def open_sequences(self, batch: int, context: int, new_tokens: int) -> list[Sequence]:
+        """``batch`` sequences that have ``context`` tokens in their states and ``new_tokens`` to run."""
+        fill_states(self.backend.states, self.program, context, self.config.vocab_size)
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        generator = torch.Generator().manual_seed(0)
+        sequences = []
+        for _ in range(batch):
+            ids = torch.randint(self.config.vocab_size, (context + new_tokens,), generator=generator)
+            sequence = self.core.make_sequence(None, ids, replace(params, max_tokens=STEPS + 1))
+            sequence.num_computed = context
+            sequences.append(sequence)
+        return sequences
+
+    def decode(self, batch: int, context: int) -> tuple[list[float], dict[str, Tensor]]:
+        """Seconds of the steps of the serving loop, and the inputs of the last one."""
+        sequences = self.open_sequences(batch, context, new_tokens=1)
+        for sequence in sequences:
+            self.core.add(sequence)
+        seconds = []
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            self.core.step()
+            seconds.append(time.perf_counter() - start)
+        inputs, _ = build_step_inputs([ScheduledSequence(sequence, 1) for sequence in sequences])
+        for sequence in sequences:
+            assert sequence.error is None, sequence.error
+            self.core.abort(sequence)
+        return seconds[WARM_UP:], inputs
+
+    def verify_drafts(self, context: int, rows: int) -> tuple[list[float], dict[str, Tensor]]:
+        """The same of steps that run ``rows`` tokens of one sequence and take the best token of each row."""
+        (sequence,) = self.open_sequences(1, context, rows * STEPS)
+        assert self.core.scheduler.acquire_memory(sequence)
+        seconds, inputs = [], {}
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            inputs, _ = build_step_inputs([ScheduledSequence(sequence, rows)], all_rows=True)
+            self.backend.run(inputs).argmax(-1).tolist()
+            seconds.append(time.perf_counter() - start)
+            sequence.num_computed += rows
+        self.core.scheduler.finish(sequence)
+        return seconds[WARM_UP:], inputs
+
+    def bytes_of(self, batch: int, context: int, rows: int, distinct_experts: float) -> StepBytes:
+        request = PlanRequest(
+            config=self.config,
+            limits=replace(LIMITS, max_seq_len=context),
+            target="sm121",
+            precision=self.precision,
+            ple=PLE,
+            has_stored_formats=True,
+            choose_formats=lambda precision, ple: choose_formats(self.config, precision, ple).formats,
+            activations=ActivationMemory(0, is_estimate=False),
+        )
+        return step_bytes(request, batch, batch * rows, distinct_experts)
+
+    def measure(self, batch: int, context: int, rows: int, bandwidth: Bandwidth) -> tuple[Measurement, Kernels]:
+        seconds, inputs = self.decode(batch, context) if rows == 1 else self.verify_drafts(context, rows)
+        gpu_ms = _replay_ms(self.backend, inputs)
+        kernels = profile_kernels(lambda: self.backend.run(inputs))
+        moved = move_inputs(self.program.inputs, inputs, self.backend.device)
+        distinct = mean_distinct_experts(self.program, moved, self.backend.states, self.backend.weights)
+        step = self.bytes_of(batch, context, rows, distinct)
+        measured = Measurement(
+            precision=self.precision,
+            batch=batch,
+            context=context,
+            rows=rows,
+            step_ms=1e3 * statistics.median(seconds),
+            gpu_ms=gpu_ms,
+            floor_ms=1e3 * step.total / bandwidth.copy,
+            weight_bytes=step.weights,
+            state_bytes=step.states,
+            distinct_experts=distinct,
+            kernels=kernels.count,
+            kernels_ms=kernels.microseconds / 1e3,
+            gb10_floor_ms=1e3 * step.total / DEVICES["sm121"].bytes_per_second,
+        )
+        return measured, kernels
+
+
+def _replay_ms(backend: EagerBackend, inputs: dict[str, Tensor]) -> float:
+    """Of one step when the host is ahead of the GPU."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    backend.run(inputs)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(REPLAYS):
+        backend.run(inputs)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / REPLAYS
+
+
+def measure_precision(config: ModelConfig, precision: str, folder: Path, bandwidth: Bandwidth) -> Iterator[Measurement]:
+    start = time.perf_counter()
+    model = Model(config, precision, folder)
+    torch.cuda.synchronize()
+    weights = sum(weight.nbytes for weight in model.backend.weights.values())
+    print(f"{precision}: {weights / 2**30:.1f} GiB of weights, made in {time.perf_counter() - start:.1f} s", flush=True)
+    print(HEADER, flush=True)
+    tables = []
+    for batch, context, rows in (*((*scenario, 1) for scenario in SCENARIOS), (1, 2048, DRAFT_STEP_ROWS)):
+        measured, kernels = model.measure(batch, context, rows, bandwidth)
+        print(measured, flush=True)
+        if (batch, context) in ((1, 2048), (1, 200_000), (16, 2048)):
+            tables.append(f"{precision}, batch {batch}, context {context}, {rows} rows a sequence\n{kernels}")
+        yield measured
+    print(f"{NOTES}; {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of the GPU were in use")
+    print("\n".join(["", *tables]), flush=True)
+
+
+def exceeded_bars(measured: list[Measurement]) -> list[str]:
+    by_place = {(each.precision, each.batch, each.context): each for each in measured if each.rows == 1}
+    wrong = []
+    short = by_place.get(("nvfp4", 1, 2048))
+    if short is not None and short.step_ms > FLOOR_BAR * short.floor_ms:
+        wrong.append(
+            f"nvfp4 at 2,048 tokens takes {short.step_ms / short.floor_ms:.2f} times its floor, over {FLOOR_BAR}"
+        )
+    for precision in PRECISIONS:
+        pair = [by_place.get((precision, 1, context)) for context in (2048, 200_000)]
+        if pair[0] and pair[1] and pair[1].step_ms > LONG_CONTEXT_BAR * pair[0].step_ms:
+            ratio = pair[1].step_ms / pair[0].step_ms
+            wrong.append(f"{precision} at 200,000 tokens takes {ratio:.2f} times 2,048 tokens, over {LONG_CONTEXT_BAR}")
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Decode with the full-size model and random weights on this GPU.")
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--precision", choices=PRECISIONS, action="append", help="default: all")
+    args = parser.parse_args()
+    config, precisions = ModelConfig.from_file(args.config), args.precision or list(PRECISIONS)
+    arch = architecture(torch.cuda.get_device_capability())
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    bandwidth = measure_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: {bandwidth}", flush=True)
+    measured: list[Measurement] = []
+    with tempfile.TemporaryDirectory() as root:
+        start, folders = time.perf_counter(), [Path(root) / precision for precision in precisions]
+        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+            jobs = [
+                pool.submit(make_program, args.config, precision, PLE, LIMITS, folder, arch, num_sms)
+                for precision, folder in zip(precisions, folders, strict=True)
+            ]
+            num_kernels = [job.result() for job in jobs]
+        print(f"programs and {num_kernels} kernels: {time.perf_counter() - start:.1f} s", flush=True)
+        for precision, folder in zip(precisions, folders, strict=True):
+            for each in measure_precision(config, precision, folder, bandwidth):
+                append_result("decode_full_size", {**asdict(each), **asdict(bandwidth)})
+                measured.append(each)
+            gc.collect()
+            torch.cuda.empty_cache()
+    wrong = exceeded_bars(measured)
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+// Groups of tokens that share a read of an expert, and their rows. Macros: those of routing.cuh, GROUP: tokens of a group at
+// most, a multiple of 8; ROUTED, SHARED: formats; INNER, SHARED_INNER: hidden elements of a routed and of the shared expert.
+#pragma once
+#include "moe/routing.cuh"
+#include "moe/tiles.cuh"
+
+constexpr int N = GROUP / 8;
+constexpr int HIDDEN_PITCH = INNER > SHARED_INNER ? INNER : SHARED_INNER;
+
+template <typename A, typename B>
+constexpr bool is_same = false;
+template <typename A>
+constexpr bool is_same<A, A> = true;
+// Whether one piece of code serves the routed experts and the shared one.
+constexpr bool ALIKE = is_same<ROUTED, SHARED> && INNER == SHARED_INNER && ROUTED_TILES == SHARED_TILES && ROUTED_AHEAD == SHARED_AHEAD;
+
+// What `route` found; `order` is null where entries follow one another.
+struct Group {
+  int expert, first, count;
+  const int* order;
+
+  // Of token `column` of the group; behind the last token, of the first.
+  __device__ __forceinline__ int entry(int column) const {
+    int index = first + (column < count ? column : 0);
+    return order ? __ldcg(order + index) : index;
+  }
+};
+
+// Group `index` of the routed experts; without tokens if there is none.
+__device__ __forceinline__ Group routed_group(int index, const int* num_items, const Item* items, const int* order) {
+  if (index >= __ldcg(num_items)) return {0, 0, 0, order};
+  const int* item = &items[index].expert;
+  return {__ldcg(item), __ldcg(item + 1), __ldcg(item + 2), order};
+}
+
+// Group `index` of the shared expert.
+__device__ __forceinline__ Group shared_group(int index, int real, int tokens) {
+  return {0, tokens * CHOICES + index * GROUP, max(0, min(GROUP, real - index * GROUP)), nullptr};
+}
