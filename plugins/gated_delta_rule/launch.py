@@ -100,7 +100,7 @@ def _check(call: Call, threads: int, shared_bytes: int) -> None:
     ):
         raise PluginError(
             f"gated_delta_rule: {num_k_heads} key heads of {key_dim} and {heads} value heads of {value_dim}; the "
-            "kernel takes a number of value heads that key heads divide, and heads whose dims 4 divides and whose state "
+            "kernel takes value heads in a multiple of the key heads, of dims that 4 divides, whose state "
             f"has at most {MANY.max_threads * MANY.rows * 4} elements"
         )
     if ring % 2 or not 2 <= ring <= 2 * _CHUNK:

@@ -99,7 +99,7 @@ def plan(name: str, operands: dict[str, Any]) -> Plan:
     ("heads", "draft_rows", "message"),
     [
         ((2, 3, 8, 8), 8, "2 key heads of 8 and 3 value heads of 8"),
-        ((1, 1, 6, 8), 8, "heads whose dims 4 divides"),
+        ((1, 1, 6, 8), 8, "of dims that 4 divides"),
         ((1, 1, 512, 512), 8, "at most 32768 elements"),
         ((1, 1, 8, 8), 9, "a ring of 18 draft rows, expected an even number up to 16"),
     ],
