@@ -1,5 +1,5 @@
-// Depthwise causal convolution with SiLU. A thread has VECTOR channels of a row and loads all its inputs at once; a block
-// has CHUNK rows of a sequence, a warp for each. Grid: channels, sequences, and the chunks of a sequence in turns.
+// Depthwise causal convolution with SiLU. A thread has VECTOR channels of a row and loads all its inputs at once; a
+// block has CHUNK rows of a sequence, a warp for each. Grid: channels, sequences, the chunks of a sequence in turns.
 // CHANNELS: convolved; WIDTH: of a row of x; TAPS: of the kernel; RING: rows of the state; ACTIVATION: bf16 or float.
 #include "q4e.cuh"
 #include "packed_sequence.cuh"
@@ -15,8 +15,8 @@ __device__ __forceinline__ int ring_row(int current, int offset) {
   return row < 0 ? row + RING : row >= RING ? row - RING : row;
 }
 
-// The inputs of row `row` of the sequence, the oldest first; zeros before the first token. `next_row` is the state's row
-// for the first of the new tokens.
+// The inputs of row `row` of the sequence, the oldest first; zeros before the first token. `next_row` is the state's
+// row for the first of the new tokens.
 __device__ __forceinline__ void load_window(Values (&window)[TAPS], const PackedSequence& sequence, int row,
                                             const ACTIVATION* x, const ACTIVATION* ring, int next_row) {
   const ACTIVATION* own = x + int64(sequence.start + row) * WIDTH;

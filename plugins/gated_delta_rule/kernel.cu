@@ -1,6 +1,6 @@
-// The gated delta rule. A block has a value head of a sequence, or where that makes too few blocks one of SLICES parts of
-// its columns. The state stays in registers: a thread has ROWS rows (keys) of four columns (values), a warp 4 * ROWS rows
-// of 32 columns.
+// The gated delta rule. A block has a value head of a sequence, or where that makes too few blocks one of SLICES parts
+// of its columns. The state stays in registers: a thread has ROWS rows (keys) of four columns (values), a warp 4 * ROWS
+// rows of 32 columns.
 //
 // Rows are taken in chunks of up to CHUNK: first those to replay, then the new ones. With S the state before a chunk,
 // G_j the decay from there to its row j and D_ij that from row i to row j, all that a row needs of the state is
