@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, TensorRef, c_type
+from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, c_type
 
 WARP = 32
 MOST_ROWS = 512
@@ -137,7 +137,7 @@ def moe_launches(call: Call) -> Iterator[Launch]:
         "chosen": call.scratch(entries, dtype=torch.int32),
         "weights": call.scratch(entries),
         "order": call.scratch(entries, dtype=torch.int32),
-        "items": call.scratch(entries, 3, dtype=torch.int32),
+        "items": call.scratch(entries, 4, dtype=torch.int32),
         "num_items": call.scratch(1, dtype=torch.int32),
         "hidden": call.scratch(entries, max(sizes.routed.inner, sizes.shared.inner), dtype=sizes.activation),
         "outputs": call.scratch(entries, sizes.hidden),
@@ -155,8 +155,8 @@ def _sizes(call: Call) -> Sizes:
     experts, choices = call["router_weight"].shape[0], call.attrs["num_experts_per_tok"]
     if not 1 <= choices <= min(experts, MOST_CHOICES) or experts > MOST_EXPERTS:
         raise PluginError(
-            f"the CUDA kernels of a mixture of experts take up to {MOST_EXPERTS} experts, of which a token chooses 1 to "
-            f"{MOST_CHOICES}; got {experts} experts and num_experts_per_tok = {choices}"
+            f"the CUDA kernels of a mixture of experts take up to {MOST_EXPERTS} experts, of which a token chooses 1 "
+            f"to {MOST_CHOICES}; got {experts} experts and num_experts_per_tok = {choices}"
         )
     return Sizes(
         hidden=call["x"].shape[1],
@@ -179,7 +179,9 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
         warps, group = 4, 32
         return Launch(
             Kernel(
-                "moe/router_tiles.cu", "router_tiles", (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 4))
+                "moe/router_tiles.cu",
+                "router_tiles",
+                (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 4)),
             ),
             grid=(sizes.experts // 16 + 1, -(-rows.count // group), 1),
             threads=warps * WARP,

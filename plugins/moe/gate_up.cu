@@ -1,7 +1,7 @@
-// silu(gate x) * (up x) of the routed experts and of the shared one. A block computes 8 * ROUTED_TILES hidden elements for a group
-// of tokens; its warps share the elements of x among them.
-// HIDDEN; WARPS; ROUTED_TILES, ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of `RowTiles`; ONE_TOKEN: 1 where the step has one token, whose
-// experts are chosen here; and the macros of groups.cuh.
+// silu(gate x) * (up x) of the routed experts and of the shared one. A block computes 8 * ROUTED_TILES hidden
+// elements for a group of tokens; its warps share the elements of x among them. HIDDEN; WARPS; ROUTED_TILES,
+// ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of `RowTiles`; ONE_TOKEN: 1 where the step has one token, whose experts
+// are chosen here; and the macros of groups.cuh.
 #include "moe/groups.cuh"
 
 constexpr int THREADS = WARPS * WARP;
@@ -9,11 +9,8 @@ constexpr int THREADS = WARPS * WARP;
 struct Step {
   const bf16* x;  // of the first token
   const float* logits;
-  const int* order;
-  const Item* items;
-  const int *num_items, *query_start_loc, *num_seqs;
   bf16* hidden;
-  int first_token, tokens;
+  Lists lists;
 };
 
 // The `index`-th best expert of the one token.
@@ -30,14 +27,13 @@ __device__ __forceinline__ Group group_of(bool is_shared, int index, const Step&
     if (is_shared) return {0, CHOICES, 1, nullptr};
     return {chosen_expert(step.logits, index), index, 1, nullptr};
   }
-  if (!is_shared) return routed_group(index, step.num_items, step.items, step.order);
-  return shared_group(index, real_tokens(step.query_start_loc, step.num_seqs, step.first_token, step.tokens), step.tokens);
+  return step.lists.group(is_shared, index);
 }
 
 // Adds up the warps' parts and writes `rows` hidden elements from `first_row` on of the group's tokens.
 template <int T>
-__device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_scale, float up_scale, const Group& group,
-                                       bf16* hidden, int first_row) {
+__device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_scale, float up_scale,
+                                       const Group& group, bf16* hidden, int first_row) {
   constexpr int ROWS = 8 * T;
   DYNAMIC_SHARED(float, parts);  // [warp][gate, up][row][column]
   const int lane = threadIdx.x % WARP;
@@ -89,21 +85,21 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
   const bf16* tokens[N];
 #pragma unroll
   for (int n = 0; n < N; ++n)
-    tokens[n] = step.x + int64(token_of(group.entry(8 * n + threadIdx.x % WARP / 4), step.tokens)) * HIDDEN;
+    tokens[n] = step.x + int64(token_of(group.entry(8 * n + threadIdx.x % WARP / 4), step.lists.tokens)) * HIDDEN;
   float sums[T][N][4];
   tiles.multiply(tokens, sums);
   finish(sums, gate_scale, up_scale, group, step.hidden, first_row);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-gate_up(const bf16* x, const void* values, const void* block_scales, const float* global_scales, const void* shared_values,
-        const void* shared_block_scales, const float* shared_global_scales, const float* logits, const int* order,
-        const Item* items, const int* num_items, const int* query_start_loc, const int* num_seqs, bf16* hidden,
-        int first_token, int tokens, int shared_blocks) {
+gate_up(const bf16* x, const void* values, const void* block_scales, const float* global_scales,
+        const void* shared_values, const void* shared_block_scales, const float* shared_global_scales,
+        const float* logits, const int* order, const int4* items, const int* num_items, const int* query_start_loc,
+        const int* num_seqs, bf16* hidden, int first_token, int tokens, int shared_blocks) {
   const Weights routed = {values, block_scales, global_scales};
   const Weights shared = {shared_values, shared_block_scales, shared_global_scales};
-  const Step step = {x + int64(first_token) * HIDDEN, logits, order, items, num_items, query_start_loc, num_seqs, hidden,
-                     first_token, tokens};
+  const Lists lists = {order, items, num_items, query_start_loc, num_seqs, first_token, tokens};
+  const Step step = {x + int64(first_token) * HIDDEN, logits, hidden, lists};
   const bool is_shared = int(blockIdx.x) < shared_blocks;
   const int block = is_shared ? blockIdx.x : blockIdx.x - shared_blocks;
   if constexpr (ALIKE) {
