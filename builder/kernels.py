@@ -22,7 +22,7 @@ from qwen4exp_trt.runtime.program import Program
 _SMALL_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
 """Launchers may choose another kernel at each of the smallest sizes; from there on at powers of two."""
 _SM_COUNTS = (*(device.num_sms for device in DEVICES.values()), 132)
-"""Multiprocessors of the GPUs that kernels are chosen for: the targets that are known, and an H200."""
+"""Multiprocessors of the GPUs whose kernels a target gets of which nothing is known: the known ones, and an H200."""
 
 
 def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Kernel]:
@@ -39,13 +39,15 @@ def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Ker
 def compile_kernels(program: Program, limits: EngineLimits, targets: Sequence[str]) -> dict[str, bytes]:
     """The kernels of a step within ``limits`` for GPU architectures such as ``sm121``, by file name.
 
-    The runtime finds a kernel by its name, which is a hash of its content.
+    The runtime finds a kernel by its name, which is a hash of its content, and compiles those that are missing:
+    launchers choose some by the number of multiprocessors, which not all GPUs of an architecture share.
     """
-    # Launchers choose geometry by the number of multiprocessors, which differs among the GPUs of an architecture.
-    needed = {kernel: None for num_sms in _SM_COUNTS for kernel in kernels_of(program, limits, num_sms)}
     files: dict[str, bytes] = {}
-    for arch in map(architecture_of_target, targets):
-        codes = load_cubins(list(needed), arch)
+    for target in targets:
+        arch, device = architecture_of_target(target), DEVICES.get(target)
+        counts = _SM_COUNTS if device is None else (device.num_sms,)
+        needed = list({kernel: None for num_sms in counts for kernel in kernels_of(program, limits, num_sms)})
+        codes = load_cubins(needed, arch)
         files |= {f"{cubin_key(kernel, arch)}.cubin": code for kernel, code in zip(needed, codes, strict=True)}
     return files
 

@@ -16,7 +16,8 @@ MOST_ROWS = 512
 """Rows of a step that are routed together: what bounds the workspace."""
 MOST_EXPERTS = 1024
 MOST_CHOICES = 64
-FEW_ROWS = 16
+ROUTER_WARPS = 16
+FEW_ROWS = 1
 """Up to so many, a warp computes one router row for all of them; from there on tensor cores do."""
 
 Defines = tuple[tuple[str, int | float | str], ...]
@@ -176,12 +177,12 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
     args = (call["x"], call["router_weight"], call["shared_expert_gate"], rows.logits, *rows.span)
     defines = (*sizes.routing, ("HIDDEN", sizes.hidden))
     if rows.count > FEW_ROWS and sizes.on_tensor_cores and sizes.experts % 16 == 0:
-        warps, group = 4, 32
+        warps, group = ROUTER_WARPS, 32 if rows.count > 16 else 8 * -(-rows.count // 8)
         return Launch(
             Kernel(
                 "moe/router_tiles.cu",
                 "router_tiles",
-                (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 4)),
+                (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 5)),
             ),
             grid=(sizes.experts // 16 + 1, -(-rows.count // group), 1),
             threads=warps * WARP,
@@ -191,8 +192,8 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
     vectors = int(sizes.hidden * item_bytes % 16 == 0 and sizes.hidden * item_bytes <= 16 * 1024)
     activation = ("ACTIVATION", c_type(sizes.activation))
     return Launch(
-        Kernel("moe/router.cu", "router_logits", (*defines, activation, ("TOKENS", FEW_ROWS), ("VECTORS", vectors))),
-        grid=(-(-(sizes.experts + 1) // 4), -(-rows.count // FEW_ROWS), 1),
+        Kernel("moe/router.cu", "router_logits", (*defines, activation, ("TOKENS", 16), ("VECTORS", vectors))),
+        grid=(-(-(sizes.experts + 1) // 4), -(-rows.count // 16), 1),
         threads=4 * WARP,
         args=args,
     )
@@ -281,6 +282,7 @@ class Shape:
     tiles: int
     loads: int
     blocks: int
+    prefetch: int = 0
 
     def tiles_of(self, experts: Experts) -> int:
         """A row of 16 bits is long enough for one tile."""
@@ -292,9 +294,11 @@ class Shape:
             *(("ROUTED_TILES", tiles), ("ROUTED_AHEAD", max(1, self.loads // (2 * tiles)))),
             *(("SHARED_TILES", shared_tiles), ("SHARED_AHEAD", max(1, self.loads // (2 * shared_tiles)))),
             ("MIN_BLOCKS", self.blocks),
+            ("PREFETCH", self.prefetch),
         )
 
 
+GATE_UP_ONE = Shape(warps=5, tiles=2, loads=8, blocks=4, prefetch=3)
 GATE_UP, DOWN = Shape(warps=5, tiles=2, loads=8, blocks=4), Shape(warps=4, tiles=2, loads=8, blocks=4)
 GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=2), Shape(warps=4, tiles=2, loads=8, blocks=2)
 """For groups of more than 8 tokens."""
@@ -308,7 +312,7 @@ def _gate_up(
     call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, routed_groups: int, one_token: int
 ) -> Launch:
     routed, shared = sizes.routed, sizes.shared
-    shape = GATE_UP if group == 8 else GATE_UP_16
+    shape = GATE_UP_ONE if one_token else GATE_UP if group == 8 else GATE_UP_16
     tiles, shared_tiles = shape.tiles_of(routed), shape.tiles_of(shared)
     shared_blocks = shared_groups * (shared.inner // (8 * shared_tiles))
     steps = math.gcd(sizes.hidden // routed.format.step, sizes.hidden // shared.format.step)
@@ -327,9 +331,12 @@ def _gate_up(
             *routed.args("gate_up"),
             *shared.args("gate_up"),
             *(rows.logits, rows.order, rows.items, rows.num_items, call["query_start_loc"], call["num_seqs"]),
+            *routed.args("down")[:2],
+            *shared.args("down")[:2],
             rows.hidden,
             *rows.span,
             shared_blocks,
+            shape.blocks * call.num_sms,
         ),
         shared_bytes=4 * warps * 16 * max(tiles, shared_tiles) * group,
     )
@@ -351,6 +358,7 @@ def _down(call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, 
             rows.outputs,
             *rows.span,
             shared_blocks,
+            shape.blocks * call.num_sms,
         ),
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk, logprobs_from_sampled
-from qwen4exp_trt.runtime.sampler import SampledToken, TokenHistory, generator_from_seed
+from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, TokenHistory, seed_of
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.stopping import FinishReason, StopChecker
 from qwen4exp_trt.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -54,8 +54,7 @@ class Sequence:
         self.memory: Memory | None = None
         self.error: RequestError | None = None
         """Why this sequence was dropped."""
-        self.history = TokenHistory(prompt_token_ids)
-        self.generator: torch.Generator | None = generator_from_seed(params.seed)
+        self.sample_request = SampleRequest(params, TokenHistory(prompt_token_ids), seed_of(params))
         self._stop_checker, self._tokenizer = stop_checker, tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens) if tokenizer else None
         self._output = _Output()
@@ -77,7 +76,7 @@ class Sequence:
         """Take the next token."""
         token_id = sampled.token_id
         self.token_ids.append(token_id)
-        self.history.append(token_id)
+        self.sample_request.history.append(token_id)
         new_text = self._detokenizer.feed(token_id) if self._detokenizer else ""
         update = self._stop_checker.feed(token_id, new_text)
         out = self._output

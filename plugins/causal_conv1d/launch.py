@@ -21,7 +21,10 @@ def launches(call: Call) -> Iterator[Launch]:
             "least one row less"
         )
     largest = int(16 // item_bytes(dtype))
-    vector = next(size for size in (largest, largest // 2, 2, 1) if channels % size == 0 and width % size == 0)
+    smallest = int(4 // item_bytes(dtype))
+    if channels % smallest or width % smallest:
+        raise PluginError(f"causal_conv1d: {channels} channels of rows {width} wide, expected even numbers of {dtype}")
+    vector = next(n for n in (largest, largest // 2, smallest) if channels % n == 0 and width % n == 0)
     defines = (
         ("CHANNELS", channels),
         ("WIDTH", width),

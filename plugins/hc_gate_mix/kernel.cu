@@ -5,10 +5,10 @@
 extern "C" __global__ void __launch_bounds__(THREADS)
 hc_gate_mix(const bf16* lowrank, const bf16* up_weight, const bf16* normed, bf16* mixed, int tokens) {
   DYNAMIC_SHARED(bf16, stage);  // [STAGE, LOWRANK_STRIDE]
-  start_next();
   GateWeights weights;
   load_weights(weights, up_weight);
   wait_for_previous();
+  start_next();
   for (int64 start = int64(blockIdx.y) * STAGE; start < tokens; start += int64(gridDim.y) * STAGE) {
     Streams streams = load_streams(normed, start, tokens);
     __syncthreads();  // everyone has read the stage before

@@ -1,5 +1,5 @@
-// Loads and stores of 16 bytes of activations as floats. The data comes from kernels of the same step: it is read from L2,
-// since a line in L1 may be older than the kernel before.
+// Loads and stores of 16 bytes of activations as floats. They come from kernels of the same step and are read from L2:
+// a line in L1 may be older than the kernel before.
 #pragma once
 #include "q4e.cuh"
 

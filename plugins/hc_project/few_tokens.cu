@@ -8,10 +8,10 @@ hc_project_few_tokens(const bf16* normed, const bf16* weight, bf16* lowrank, bf1
                       uint32* semaphores, int tokens) {
   DYNAMIC_SHARED(float, sums);  // [TILES, WARPS, TILE_ROWS, TILE_TOKENS]
   const int first_row = blockIdx.x * TILE_ROWS, stream = blockIdx.y;
-  start_next();
   TileWeights tile;
   load_weights(tile, weight, first_row, stream);
   wait_for_previous();
+  start_next();
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {
     const int token = i * TILE_TOKENS + lane_group();

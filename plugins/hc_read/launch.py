@@ -32,7 +32,7 @@ def _few_tokens(call: Call) -> Iterator[Launch]:
     normed = call.scratch(tokens, streams * hidden, dtype=call["stack"].dtype)
     room = next(count for count in (1, 2, 4, 8) if count >= tokens)
     sizes = (("HIDDEN", hidden), ("STREAMS", streams))
-    operands = [call[name] for name in ("stack", "y", "inject", "gain", "weight", "combined")]
+    operands = [call[name] for name in ("stack", "y", "inject", "gain", "weight", "up_weight", "combined")]
     yield Launch(
         Kernel("hc_read/project.cu", "hc_read_project", (*sizes, ("ROWS", rows), ("TOKENS", room))),
         grid=(row_tiles, streams, 1),

@@ -1,6 +1,6 @@
-// A read's first kernel for up to eight tokens: combine, norm and thin projections of one stream by a tile of 16 weight rows.
-// Each block combines and norms its whole stream, which costs less than a kernel of its own, and stores its share of it.
-// Macros: those of stream_product.cuh, and TOKENS: room for 1, 2, 4 or 8 tokens.
+// A read's first kernel for up to eight tokens: combine, norm and thin projections of one stream by a tile of 16 weight
+// rows. Each block combines and norms its whole stream, which costs less than a kernel of its own, and stores its share
+// of it. Macros: those of stream_product.cuh, and TOKENS: room for 1, 2, 4 or 8 tokens.
 #include "hc_norm/vectors.cuh"
 #include "hc_project/stream_product.cuh"
 
@@ -31,21 +31,32 @@ __device__ __forceinline__ uint4 scale_by(uint4 stack, float scale, const float*
   return pack(values);
 }
 
+// Asks for the next kernel's weight, so that memory is never idle between the two. The blocks share it in pieces.
+__device__ __forceinline__ void prefetch_up_weight(const bf16* up_weight) {
+  constexpr int PIECE = 2048, PIECES = ceil_div(WIDTH * (ROWS - STREAMS), PIECE);  // elements
+  const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
+  for (int piece = block + threadIdx.x * blocks; piece < PIECES; piece += THREADS * blocks) {
+    const int left = WIDTH * (ROWS - STREAMS) - piece * PIECE;
+    prefetch_l2(up_weight + piece * PIECE, 2 * (left < PIECE ? left : PIECE));
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-hc_read_project(const bf16* stack, const bf16* y, const bf16* inject, const float* gain, const bf16* weight, bf16* combined,
-                bf16* normed, float* partial, float eps, int tokens) {
+hc_read_project(const bf16* stack, const bf16* y, const bf16* inject, const float* gain, const bf16* weight,
+                const bf16* up_weight, bf16* combined, bf16* normed, float* partial, float eps, int tokens) {
   DYNAMIC_SHARED(float, shared);
   float* gains = shared;                                          // [HIDDEN]
   float* sums = gains + HIDDEN;                                   // [WARPS, TILE_ROWS, TILE_TOKENS]
   bf16* normed_rows = reinterpret_cast<bf16*>(sums + WARPS * TILE);  // [TOKENS, NORMED_STRIDE]
   __shared__ float warp_squares[WARPS];
   const int first_row = blockIdx.x * TILE_ROWS, stream = blockIdx.y;
-  start_next();
   TileWeights tile;
   load_weights(tile, weight, first_row, stream);
   for (int i = threadIdx.x; i < HIDDEN / 4; i += THREADS) copy_async_16(gains + 4 * i, gain + stream * HIDDEN + 4 * i);
   commit_copies();
+  prefetch_up_weight(up_weight);
   wait_for_previous();
+  start_next();
 
   const int token = threadIdx.x / TOKEN_THREADS, first = threadIdx.x % TOKEN_THREADS;
   const int64 row = (int64(token) * STREAMS + stream) * HIDDEN;

@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 ple_hash(const int* input_ids, int* ngram_ids, const int64* multipliers, const int64* head_sizes,
          const int64* head_offsets, const int* query_start_loc, const int* seq_lens, const int* slot_ids,
          const int* num_seqs, int64* rows, int num_tokens, int num_sequences, int ring_rows, int eos) {
-  const int sequence = blockIdx.y, head = threadIdx.x % HEADS, place = threadIdx.x / HEADS;
+  const int head = threadIdx.x % HEADS, place = threadIdx.x / HEADS;
   const uint64 size = head_sizes[head];
   const int64 first_row = head_offsets[head];
   uint64 multiplier[NGRAM];
@@ -17,16 +17,18 @@ ple_hash(const int* input_ids, int* ngram_ids, const int64* multipliers, const i
   for (int age = 0; age < NGRAM; ++age) multiplier[age] = multipliers[age];
   wait_for_previous();
   start_next();
-  const int count = *num_seqs, tile = blockIdx.x * TILE + place;
-  if (sequence == num_sequences) {  // a gather will read what these rows name
+  // All at once: none waits for another.
+  const int sequence = min(int(blockIdx.y), num_sequences - 1), count = *num_seqs;
+  const int start = query_start_loc[sequence], length = query_start_loc[sequence + 1] - start;
+  const int context = seq_lens[sequence] - length, slot = slot_ids[sequence];
+  const int tile = blockIdx.x * TILE + place;
+  if (blockIdx.y == num_sequences) {  // a gather will read what these rows name
     for (int token = query_start_loc[count] + tile; place < TILE && token < num_tokens; token += gridDim.x * TILE)
       rows[int64(token) * HEADS + head] = 0;
     return;
   }
   if (sequence >= count) return;
-  const int start = query_start_loc[sequence], length = query_start_loc[sequence + 1] - start;
-  const int context = seq_lens[sequence] - length;
-  int* ring = ngram_ids + int64(slot_ids[sequence]) * ring_rows;
+  int* ring = ngram_ids + int64(slot) * ring_rows;
   for (int t = tile; place < TILE && t < length; t += gridDim.x * TILE) {
     uint64 mixed = uint64(input_ids[start + t]) * multiplier[0];
     bool is_cut = false;
