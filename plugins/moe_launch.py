@@ -177,7 +177,8 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
     args = (call["x"], call["router_weight"], call["shared_expert_gate"], rows.logits, *rows.span)
     defines = (*sizes.routing, ("HIDDEN", sizes.hidden))
     if rows.count > FEW_ROWS and sizes.on_tensor_cores and sizes.experts % 16 == 0:
-        warps, group = ROUTER_WARPS, 32 if rows.count > 16 else 8 * -(-rows.count // 8)
+        warps = _largest_divisor(sizes.hidden // BF16.step, ROUTER_WARPS)
+        group = 32 if rows.count > 16 else 8 * -(-rows.count // 8)
         return Launch(
             Kernel(
                 "moe/router_tiles.cu",
@@ -299,8 +300,8 @@ class Shape:
 
 
 GATE_UP_ONE = Shape(warps=5, tiles=2, loads=8, blocks=4, prefetch=3)
-GATE_UP, DOWN = Shape(warps=5, tiles=2, loads=8, blocks=4), Shape(warps=4, tiles=2, loads=8, blocks=4)
-GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=2), Shape(warps=4, tiles=2, loads=8, blocks=2)
+GATE_UP, DOWN = Shape(warps=2, tiles=2, loads=8, blocks=8), Shape(warps=4, tiles=1, loads=10, blocks=5)
+GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=3), Shape(warps=4, tiles=2, loads=8, blocks=3)
 """For groups of more than 8 tokens."""
 
 

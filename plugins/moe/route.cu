@@ -27,7 +27,7 @@ __device__ __forceinline__ void make_lists(const int* chosen, int entries, int* 
                                            int* num_items) {
   for (int expert = threadIdx.x; expert < EXPERTS; expert += THREADS) places[expert] = 0;
   __syncthreads();
-  for (int entry = threadIdx.x; entry < entries; entry += THREADS) atomicAdd(&places[__ldcg(chosen + entry)], 1);
+  for (int entry = threadIdx.x; entry < entries; entry += THREADS) atomicAdd(&places[chosen[entry]], 1);
   __syncthreads();
   const int begin = min(EXPERTS, int(threadIdx.x) * PER_THREAD), end = min(EXPERTS, begin + PER_THREAD);
   uint32 counts = 0;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void make_lists(const int* chosen, int entries, int* 
   if (threadIdx.x == THREADS - 1) *num_items = item;
   __syncthreads();
   for (int entry = threadIdx.x; entry < entries; entry += THREADS)
-    order[atomicAdd(&places[__ldcg(chosen + entry)], 1)] = entry;
+    order[atomicAdd(&places[chosen[entry]], 1)] = entry;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -67,6 +67,7 @@ route(const float* logits, int* chosen, float* weights, int* order, int4* items,
       weights[token * CHOICES + i] = choice_weights[warp][i];
     }
   }
-  if (is_last_block(counter, gridDim.x))
+  if (gridDim.x == 1) __syncthreads();
+  if (gridDim.x == 1 || is_last_block(counter, gridDim.x))
     make_lists(chosen, real * CHOICES, reinterpret_cast<int*>(candidates), order, items, num_items);
 }
