@@ -219,14 +219,14 @@ def _one_token(call: Call, sizes: Sizes, rows: Rows) -> Iterator[Launch]:
     routed_warps, shared_warps = _one_token_warps(sizes)
     defines = (
         *sizes.groups,
-        *(("GROUP", 8), ("NORMALIZED", sizes.normalized), ("SHARED_WARPS", shared_warps)),
+        *(("GROUP", 8), ("SHARED_WARPS", shared_warps)),
         *(("ROUTED_TILES", 1), ("SHARED_TILES", 1), ("ROUTED_AHEAD", ONE_AHEAD), ("SHARED_AHEAD", ONE_AHEAD)),
     )
     yield Launch(
         Kernel("moe/down_one.cu", "down_one", defines),
         grid=(sizes.hidden // ONE_ROWS, 1, 1),
         threads=(routed_warps + shared_warps) * WARP,
-        args=(*sizes.routed.args("down"), *sizes.shared.args("down"), rows.logits, rows.hidden, call["out"]),
+        args=(*sizes.routed.args("down"), *sizes.shared.args("down"), rows.logits, rows.chosen, rows.weights, rows.hidden, call["out"]),
     )
 
 
@@ -321,7 +321,7 @@ def _gate_up(
     defines = (
         *sizes.groups,
         *shape.defines(sizes),
-        *(("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token)),
+        *(("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token), ("NORMALIZED", sizes.normalized)),
     )
     return Launch(
         Kernel("moe/gate_up.cu", "gate_up", defines),
@@ -331,7 +331,8 @@ def _gate_up(
             call["x"],
             *routed.args("gate_up"),
             *shared.args("gate_up"),
-            *(rows.logits, rows.order, rows.items, rows.num_items, call["query_start_loc"], call["num_seqs"]),
+            *(rows.logits, rows.chosen, rows.weights, rows.order, rows.items, rows.num_items),
+            *(call["query_start_loc"], call["num_seqs"]),
             *routed.args("down")[:2],
             *shared.args("down")[:2],
             rows.hidden,

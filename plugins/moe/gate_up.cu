@@ -1,5 +1,5 @@
 // silu(gate x) * (up x) of the routed experts and of the shared one. A block computes 8 * ROUTED_TILES hidden
-// elements for a group of tokens; its warps share the elements of x among them. HIDDEN; WARPS; ROUTED_TILES,
+// elements for a group of tokens; its warps share the elements of x among them. HIDDEN; NORMALIZED; WARPS; ROUTED_TILES,
 // ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of `RowTiles`; ONE_TOKEN: 1 where the step has one token, whose experts
 // are chosen here; and the macros of groups.cuh.
 #include "moe/groups.cuh"
@@ -9,24 +9,38 @@ constexpr int THREADS = WARPS * WARP;
 struct Step {
   const bf16* x;  // of the first token
   const float* logits;
+  int* chosen;
+  float* weights;
   bf16* hidden;
   Lists lists;
   int wave;  // blocks that run at a time
 };
 
-// The `index`-th best expert of the one token.
-__device__ __forceinline__ int chosen_expert(const float* logits, int index) {
+// The `index`-th best expert of the one token. The first block tells `down_one` all of them: what it writes before it
+// lets that kernel start, that one may read from its start on.
+__device__ __forceinline__ int chosen_expert(const Step& step, int index, bool is_first) {
   __shared__ Candidates candidates;
   __shared__ Choice chosen[CHOICES];
-  if (threadIdx.x < WARP) choose_experts(logits, candidates, chosen);
+  __shared__ float weights[CHOICES];
+  if (threadIdx.x < WARP) {
+    choose_experts(step.logits, candidates, chosen);
+    if (is_first) {
+      weigh_choices<NORMALIZED>(step.logits, chosen, weights);
+      for (int i = threadIdx.x; i < CHOICES; i += WARP) {
+        step.chosen[i] = chosen[i].expert;
+        step.weights[i] = weights[i];
+      }
+      __threadfence();
+    }
+  }
   __syncthreads();
   return chosen[index].expert;
 }
 
-__device__ __forceinline__ Group group_of(bool is_shared, int index, const Step& step) {
+__device__ __forceinline__ Group group_of(bool is_shared, int index, const Step& step, bool is_first = false) {
   if constexpr (ONE_TOKEN) {
     if (is_shared) return {0, CHOICES, 1, nullptr};
-    return {chosen_expert(step.logits, index), index, 1, nullptr};
+    return {chosen_expert(step, index, is_first), index, 1, nullptr};
   }
   return step.lists.group(is_shared, index);
 }
@@ -88,8 +102,8 @@ __device__ __forceinline__ void run(const Weights& experts, const Weights& down,
   Group group = {0, 0, 0, nullptr};
   if (!is_shared) {
     wait_for_previous();
+    group = group_of(false, index, step, block == 0);
     start_next();
-    group = group_of(false, index, step);
     if (group.count == 0) return;
   }
   if (threadIdx.x == THREADS - 1) {
@@ -123,13 +137,13 @@ __device__ __forceinline__ void run(const Weights& experts, const Weights& down,
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 gate_up(const bf16* x, const void* values, const void* block_scales, const float* global_scales,
         const void* shared_values, const void* shared_block_scales, const float* shared_global_scales,
-        const float* logits, const int* order, const int4* items, const int* num_items, const int* query_start_loc,
+        const float* logits, int* chosen, float* weights, const int* order, const int4* items, const int* num_items, const int* query_start_loc,
         const int* num_seqs, const void* down_values, const void* down_block_scales, const void* shared_down_values,
         const void* shared_down_block_scales, bf16* hidden, int first_token, int tokens, int shared_blocks, int wave) {
   const Weights routed = {values, block_scales, global_scales};
   const Weights shared = {shared_values, shared_block_scales, shared_global_scales};
   const Lists lists = {order, items, num_items, query_start_loc, num_seqs, first_token, tokens};
-  const Step step = {x + int64(first_token) * HIDDEN, logits, hidden, lists, wave};
+  const Step step = {x + int64(first_token) * HIDDEN, logits, chosen, weights, hidden, lists, wave};
   const Weights down = {down_values, down_block_scales, nullptr};
   const Weights shared_down = {shared_down_values, shared_down_block_scales, nullptr};
   const bool is_shared = int(blockIdx.x) < shared_blocks;
