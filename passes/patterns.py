@@ -200,6 +200,22 @@ def _taken_from(node: Any, op: str, index: int) -> Any:
     return node.args[0] if is_result and call_of(node.args[0], q4e_op(op)) else None
 
 
+def find_ngram_gathers(program: Program) -> list[fx.Node]:
+    """The ops that read n-gram tables, in any format; the row ids are their first operand."""
+    ops = [q4e_op(name) for name in ("ple_gather", "fp8_ple_gather", "nvfp4_ple_gather")]
+    return [node for node in program.calls() if node.target in ops]
+
+
+def ngram_table_weights(program: Program) -> list[str]:
+    """The weights that have the rows of n-gram tables."""
+    names = {node: name for name, node in program.placeholders().items()}
+    found: list[str] = []
+    for node in find_ngram_gathers(program):
+        op: Any = spec_of(node.target)
+        found += [names[operand] for operand, arg in zip(node.args, op.inputs, strict=False) if arg.dims[0] == "R"]  # type: ignore[index]
+    return found
+
+
 def find_foldable(program: Program) -> Iterator[fx.Node]:
     """Ops with a weight transform whose first argument, a weight or a list of weights, is their only operand."""
     placeholders = program.placeholders()

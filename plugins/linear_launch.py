@@ -112,7 +112,7 @@ def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
 
 TILE_ROWS, ROW_TILES, K_WARPS = 16, 2, 4
 BLOCKS_PER_SM = 2
-RESIDENT, PREFETCH, PIN = 2, 0, 1
+RESIDENT, PREFETCH, PIN, START = 2, 0, 1, 0
 MOST_STEPS = 5
 """Steps of a warp that are on their way at once: each 16 bytes of two rows for every lane."""
 MOST_STAGED_COLUMNS = 2560
@@ -131,6 +131,8 @@ class Split:
     parts: int
     segments: int
     steps: int
+    k_warps: int = 4
+    halves: int = 2
 
 
 def split_columns(rows: int, columns: int, step: int, num_sms: int) -> Split:
@@ -142,7 +144,7 @@ def split_columns(rows: int, columns: int, step: int, num_sms: int) -> Split:
         steps = split.parts * K_WARPS * split.segments * split.steps
         tiles_of_sm = split.parts * tiles / num_sms
         balance = tiles_of_sm / math.ceil(tiles_of_sm)
-        return total / steps * balance * (WORTH_OF_PARTS if split.parts > 1 else 1) * (1 + 0.02 * split.steps)
+        return total / steps * balance * (WORTH_OF_PARTS if split.parts > 1 else 1) * split.steps / (split.steps + 0.5)
 
     def splits() -> Iterator[Split]:
         for parts in range(least_parts, most_parts + 1):
@@ -173,12 +175,15 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
         "BLOCKS_PER_SM": RESIDENT,
         "PREFETCH": PREFETCH,
         "PIN": PIN,
+        "START": START,
+        "K_WARPS": split.k_warps,
+        "TILE_HALVES": split.halves,
     }
-    blocks = _ceil_div(weight.rows, TILE_ROWS * ROW_TILES)
+    blocks = _ceil_div(weight.rows, 8 * split.halves * 8 // split.k_warps)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
         grid=(min(blocks, max(BLOCKS_PER_SM * call.num_sms // split.parts, 1)), split.parts, 1),
-        threads=ROW_TILES * K_WARPS * WARP,
+        threads=256,
         args=(
             x.values,
             *weight.args,
@@ -189,7 +194,7 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
             weight.rows,
             weight.columns,
         ),
-        shared_bytes=16 * split.segments * split.steps * K_WARPS * groups * (4 * tokens + padding),
+        shared_bytes=16 * split.segments * split.steps * split.k_warps * groups * (4 * tokens + padding),
     )
 
 

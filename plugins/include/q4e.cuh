@@ -184,7 +184,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 #endif
 }
-__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 // log(1 + exp(x)), as torch: x itself above 20.
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
@@ -213,24 +213,17 @@ __device__ __forceinline__ uint4 load_streaming(const void* from) {
 #endif
 }
 
-// The same of data that a kernel before this one on the stream may have written.
-__device__ __forceinline__ uint4 load_streaming_written(const void* from) {
-#ifdef Q4E_EMULATE
-  return *static_cast<const uint4*>(from);
-#else
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-#endif
-}
-
 // Asks for a line of memory to be brought into L2. Changes nothing, so it may come in front of `wait_for_previous`.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
 #ifndef Q4E_EMULATE
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+#endif
+}
+
+// The same for `bytes` in a row, a multiple of 16 from a multiple of 16 on; nothing below SM90.
+__device__ __forceinline__ void prefetch_l2_bytes(const void* from, uint32 bytes) {
+#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
 #endif
 }
 

@@ -12,6 +12,7 @@
 //   Rows, locate           where the lane loads from: its element `k` of rows `low` (g) and `high` (g + 8)
 //   Fragment, load         one step of it, `offset` elements further on; zeros where not `valid`
 //   decode                 one group of a fragment as the A operands of two mmas
+//                          With HALVES = 1 both know the rows `low` only, and the others count as zero.
 //   arrange                8 activations as the B operands of those
 //   value                  one element, without UNIT
 // Rows start at multiples of 16 bytes, so K is a multiple of 8 * GROUPS. No load is by `__ldg`, see `load_streaming`.
@@ -36,9 +37,13 @@ __device__ __forceinline__ uint4 pair_with_second(uint4 x) {
 __device__ __forceinline__ uint32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Four words of each row, in the order of `arrange`, as the A operands of two mmas.
-__device__ __forceinline__ void interleave_rows(const uint32 low[4], const uint32 high[4], uint32 a[2][4]) {
+template <int HALVES>
+__device__ __forceinline__ void interleave_rows(const uint32 (&words)[HALVES][4], uint32 a[2][4]) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) a[i][0] = low[2 * i], a[i][1] = high[2 * i], a[i][2] = low[2 * i + 1], a[i][3] = high[2 * i + 1];
+  for (int i = 0; i < 4; ++i) {
+    a[i / 2][i % 2 * 2] = words[0][i];
+    a[i / 2][i % 2 * 2 + 1] = HALVES == 2 ? words[HALVES - 1][i] : 0;
+  }
 }
 
 // `nvfp4_scale` of a scale that may be negative, from the code in bytes 0 and 2.
@@ -60,38 +65,37 @@ struct Nvfp4 {
   };
 
   static __device__ __forceinline__ Rows locate(const void* codes, const void* scales, int columns, int low, int high, int k) {
-    Rows rows;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int64 first = int64(i ? high : low) * columns + k;
-      rows.codes[i] = static_cast<const uint8*>(codes) + first / 2;
-      rows.scales[i] = static_cast<const uint8*>(scales) + first / 16;
-    }
-    return rows;
+    const int64 first = int64(low) * columns + k, apart = int64(high - low) * columns;  // known where `high - low` is
+    const uint8 *low_codes = static_cast<const uint8*>(codes) + first / 2;
+    const uint8 *low_scales = static_cast<const uint8*>(scales) + first / 16;
+    return {{low_codes, low_codes + apart / 2}, {low_scales, low_scales + apart / 16}};
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
     Fragment fragment;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < HALVES; ++i) {
       fragment.codes[i] = load_weight(rows.codes[i] + offset / 2, valid);
       fragment.scales[i] = valid ? *reinterpret_cast<const uint16*>(rows.scales[i] + offset / 16) : 0;
     }
     return fragment;
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) prefetch_l2(rows.codes[i] + offset / 2);
+    for (int i = 0; i < HALVES; ++i) prefetch_l2(rows.codes[i] + offset / 2);
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
-    uint32 words[2][4];
+    uint32 words[HALVES][4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < HALVES; ++i) {
       uint32 scale = nvfp4_scale_pair(__byte_perm(fragment.scales[i], 0, group < 2 ? 0x4040 : 0x4141));
       e2m1_words(word_of(fragment.codes[i], group), words[i]);
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[i][w] = multiply_bf16(words[i][w], scale);
     }
-    interleave_rows(words[0], words[1], a);
+    interleave_rows(words, a);
   }
   static __device__ __forceinline__ uint4 arrange(uint4 x) { return pair_with_fourth(x); }
   static __device__ __forceinline__ float value(const void* codes, const void* scales, int columns, int row, int k) {
@@ -128,23 +132,26 @@ struct Fp8Blocks {
     return rows;
   }
   // The scales also in lanes whose codes are beyond K: they hold sums of the others.
+  template <int HALVES = 2>
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
     Fragment fragment;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < HALVES; ++i) {
       fragment.codes[i] = load_weight(rows.codes[i] + offset, valid);
       fragment.scales[i] = rows.scales[i][min((rows.k + offset) / BLOCK, rows.last_block)];
     }
     return fragment;
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) prefetch_l2(rows.codes[i] + offset);
+    for (int i = 0; i < HALVES; ++i) prefetch_l2(rows.codes[i] + offset);
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
-    uint32 words[2][4];
+    uint32 words[HALVES][4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < HALVES; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32 codes = word_of(fragment.codes[i], 2 * group + half);
@@ -152,7 +159,7 @@ struct Fp8Blocks {
         words[i][2 * half + 1] = e4m3_pair_to_bf16(codes >> 8);
       }
     }
-    interleave_rows(words[0], words[1], a);
+    interleave_rows(words, a);
   }
   static __device__ __forceinline__ uint4 arrange(uint4 x) { return pair_with_second(x); }
   static __device__ __forceinline__ float value(const void* codes, const void* scales, int columns, int row, int k) {
@@ -174,23 +181,30 @@ struct Bf16 {
   };
 
   static __device__ __forceinline__ Rows locate(const void* values, const void*, int columns, int low, int high, int k) {
-    Rows rows;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      rows.values[i] = static_cast<const uint8*>(values) + 2 * (int64(i ? high : low) * columns + k);
-    return rows;
+    const uint8* low_values = static_cast<const uint8*>(values) + 2 * (int64(low) * columns + k);
+    return {{low_values, low_values + 2 * int64(high - low) * columns}};
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
-    return {{load_weight(rows.values[0] + 2 * offset, valid), load_weight(rows.values[1] + 2 * offset, valid)}};
+    Fragment fragment;
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) fragment.values[i] = load_weight(rows.values[i] + 2 * offset, valid);
+    return fragment;
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) prefetch_l2(rows.values[i] + 2 * offset);
+    for (int i = 0; i < HALVES; ++i) prefetch_l2(rows.values[i] + 2 * offset);
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int, uint32 a[2][4]) {
-    uint4 low = fragment.values[0], high = fragment.values[1];
-    a[0][0] = low.x, a[0][1] = high.x, a[0][2] = low.y, a[0][3] = high.y;
-    a[1][0] = low.z, a[1][1] = high.z, a[1][2] = low.w, a[1][3] = high.w;
+    uint32 words[HALVES][4];
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) {
+      const uint4 v = fragment.values[i];
+      words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
+    }
+    interleave_rows(words, a);
   }
   static __device__ __forceinline__ uint4 arrange(uint4 x) { return x; }
   static __device__ __forceinline__ float value(const void* values, const void*, int columns, int row, int k) {

@@ -1,6 +1,6 @@
 // out[T, N] = x[T, K] weight^T for at most TOKENS (1, 2, 4 or 8) tokens: reads the weight once, at the speed of memory.
 //
-// A tile is 16 rows by a part of K, which K_WARPS warps share: SEGMENTS times STEPS steps each. A block works on ROW_TILES
+// A tile is TILE_ROWS rows by a part of K, which K_WARPS (4 or 8) warps share: SEGMENTS times STEPS steps each. A block works on ROW_TILES
 // tiles side by side and goes on to others of the same part of K, whose tokens stay in shared memory. The next STEPS steps
 // of a warp are on their way to registers while it multiplies. blockIdx.y is the part of K; if there are several, the
 // last block to finish a tile adds up the sums.
@@ -8,7 +8,7 @@
 #include "q4e.cuh"
 #include "weight_product.cuh"
 
-constexpr int K_WARPS = 4, ROW_TILES = 2, TILE_ROWS = 16, TILE_THREADS = K_WARPS * WARP, THREADS = ROW_TILES * TILE_THREADS;
+constexpr int THREADS = 256, TILE_ROWS = 8 * TILE_HALVES, TILE_THREADS = K_WARPS * WARP, ROW_TILES = THREADS / TILE_THREADS;
 constexpr int GROUPS = FORMAT::GROUPS, STRIDE = K_WARPS * FORMAT::STEP;
 constexpr int PART_COLUMNS = SEGMENTS * STEPS * STRIDE;
 // Tokens in shared memory, in units of 16 bytes: [step, group, token, lane of a row]; the padding avoids bank conflicts.
@@ -54,7 +54,7 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
            float* partial_sums, uint32* arrivals, int tokens, int rows, int columns) {
   DYNAMIC_SHARED(uint4, staged);
   __shared__ float sums[2][ROW_TILES * K_WARPS][TOKENS * SUM_STRIDE];
-  start_next();
+  if (START == 0) start_next();
   const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const int k_warp = warp % K_WARPS, row_tile = warp / K_WARPS;
   const int num_tiles = ceil_div(rows, TILE_ROWS), tiles_apart = ROW_TILES * gridDim.x;
@@ -69,7 +69,7 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
     return FORMAT::locate(weight, block_scales, columns, min(row, rows - 1), min(row + 8, rows - 1), k);
   };
   auto load = [&](const Rows& from, int tile, int step) {
-    return FORMAT::load(from, step * STRIDE, tile < num_tiles && k + step * STRIDE < columns);
+    return FORMAT::load<TILE_HALVES>(from, step * STRIDE, tile < num_tiles && k + step * STRIDE < columns);
   };
   Fragment fragments[STEPS][1];
   int tile = first_tile + row_tile * gridDim.x;
@@ -80,13 +80,15 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
     if (tile >= num_tiles) return;
     const Rows ahead = locate(tile);
     for (int step = 0; step < SEGMENTS * STEPS; ++step)
-      if (k + step * STRIDE < columns) FORMAT::prefetch(ahead, step * STRIDE);
+      if (k + step * STRIDE < columns) FORMAT::prefetch<TILE_HALVES>(ahead, step * STRIDE);
   };
   for (int i = 1; i <= PREFETCH; ++i) prefetch(tile + i * tiles_apart);
 
+  if (START == 1) start_next();
   wait_for_previous();
   stage_tokens(staged, x, tokens, columns, first_column);
   __syncthreads();
+  if (START == 2) start_next();
   const uint4* mine = staged + k_warp * STEP_UNITS + g % TOKENS * 4 + t;
   const int rounds = ceil_div(num_tiles, tiles_apart);
   for (int round = 0; round < rounds; ++round, tile += tiles_apart) {
@@ -100,14 +102,14 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
         const int step = segment * STEPS + i;
-        multiply_step<FORMAT, 1, 1, 2>(fragments[i], mine + step * K_WARPS * STEP_UNITS, GROUP_UNITS, 0, products);
+        multiply_step<FORMAT, 1, 1, 2, TILE_HALVES>(fragments[i], mine + step * K_WARPS * STEP_UNITS, GROUP_UNITS, 0, products);
         fragments[i][0] = load(from, is_last ? tile + tiles_apart : tile, is_last ? i : step + STEPS);
         if (PIN) __syncwarp();  // the compiler would issue all loads behind the last product
       }
     }
     auto& buffer = sums[round % 2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < 2 * TILE_HALVES; ++i)
       if (2 * t + i % 2 < TOKENS)
         buffer[warp][(2 * t + i % 2) * SUM_STRIDE + g + i / 2 * 8] =
             products[0][0][i] + products[0][1][i];

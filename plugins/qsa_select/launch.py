@@ -11,14 +11,13 @@ from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, c_type
 
 GROUPS = 16
 """Groups of an item of the scores, which share a best score, as in score.cuh and select.cu."""
-SCORE_THREADS = 512
-SCORE_BLOCKS = 1
-"""Blocks a multiprocessor that divide the items among them."""
+SCORE_THREADS = 128
+SCORE_BLOCKS = 5
+"""Blocks of scores a multiprocessor: as many as its registers hold."""
 TILE_ROWS = 32
-"""Rows of a sequence that share a read of its keys, fewer where their queries would need more than `QUERY_BYTES`."""
-QUERY_BYTES = 64 * 1024
-SELECT_THREADS = (128, 1024)
-SCORES_PER_THREAD = 8
+"""Rows of a sequence that share a read of its keys."""
+SELECT_THREADS = (128, 512)
+SCORES_PER_THREAD = 16
 """Scores that a block of the choice keeps in shared memory, for each of its threads, as in select.cu."""
 SCRATCH_BYTES = 128 << 20
 """Of scores. The rows of a larger step are worked on in turns."""
@@ -35,25 +34,26 @@ def launches(call: Call) -> Iterator[Launch]:
     needs_scores = max_groups > count
     scratch = call.scratch(scratch_bytes if needs_scores else 0, dtype=torch.uint8)
     rows_at_once = max(1, scratch_bytes // (4 * row_stride)) if needs_scores else tokens
-    score, shared_bytes = _score_kernel(call, heads, ratio, count)
+    score = _score_kernel(call, heads, ratio, count)
     least, most = SELECT_THREADS
     threads = min(max(1 << (-(-max_groups // SCORES_PER_THREAD) - 1).bit_length(), least), most)
-    defines = (("RATIO", ratio), ("COUNT", count), ("BLOCK_THREADS", threads))
+    defines = (("RATIO", ratio), ("COUNT", count), ("BLOCK_THREADS", threads), ("SCORED", int(needs_scores)))
     select = Kernel("qsa_select/select.cu", "select_groups", defines)
     for first in range(0, tokens, rows_at_once):
         rows = min(rows_at_once, tokens - first)
         if needs_scores:
-            most_items = (batch_size + rows // TILE_ROWS) * max_items
+            # One multiprocessor is left to a block of the choice, which is then in place when the scores are.
+            blocks = min(SCORE_BLOCKS * max(call.num_sms - 1, 1), (batch_size + rows // TILE_ROWS) * max_items)
             yield Launch(
                 score,
-                grid=(min(SCORE_BLOCKS * call.num_sms, most_items), 1, 1),
+                grid=(blocks, 1, 1),
                 threads=SCORE_THREADS,
                 args=(
                     *(call[name] for name in ("index_q", "index_k_cache", "query_start_loc", "seq_lens")),
                     *(call["block_table"], call["num_seqs"], scratch, first, rows),
                     *(row_stride, max_items, dims["MB"], batch_size),
                 ),
-                shared_bytes=shared_bytes + 4 * (batch_size + 1),
+                shared_bytes=4 * (batch_size + 1),
             )
         yield Launch(
             select,
@@ -81,18 +81,11 @@ def _heads(call: Call) -> int:
     return heads
 
 
-def _score_kernel(call: Call, heads: int, ratio: int, count: int) -> tuple[Kernel, int]:
-    """The kernel of the scores, and its bytes of shared memory for queries."""
-    dtype, dim = call["index_q"].dtype, call.dims["D"]
-    is_bf16 = dtype == torch.bfloat16
-    columns = next(columns for columns in (2, 4, 8) if columns >= heads) if is_bf16 else 0
-    row_bytes = columns * -(-dim // 32) * 64
-    tile_rows = TILE_ROWS
-    while tile_rows > 4 and tile_rows * row_bytes > QUERY_BYTES:
-        tile_rows //= 2
-    name = "score_bf16" if is_bf16 else "score_f32"
+def _score_kernel(call: Call, heads: int, ratio: int, count: int) -> Kernel:
+    dtype = call["index_q"].dtype
+    name = "score_bf16" if dtype == torch.bfloat16 else "score_f32"
     defines = (
-        *(("ACTIVATION", c_type(dtype)), ("HEADS", heads), ("DIM", dim), ("RATIO", ratio), ("PAGE", call.dims["G"])),
-        *(("COUNT", count), ("TILE_ROWS", tile_rows), ("BLOCK_THREADS", SCORE_THREADS)),
+        *(("ACTIVATION", c_type(dtype)), ("HEADS", heads), ("DIM", call.dims["D"]), ("RATIO", ratio)),
+        *(("PAGE", call.dims["G"]), ("COUNT", count), ("TILE_ROWS", TILE_ROWS), ("BLOCK_THREADS", SCORE_THREADS)),
     )
-    return Kernel(f"qsa_select/{name}.cu", name, defines), tile_rows * row_bytes
+    return Kernel(f"qsa_select/{name}.cu", name, defines)

@@ -1,246 +1,334 @@
 // The COUNT groups of the highest scores of each row, ties to the lower group, in ascending order: a block for each
-// row.
-// Macros: RATIO (tokens of a group), COUNT (groups to select), BLOCK_THREADS.
+// row. Macros: RATIO (tokens of a group), COUNT (groups to select), BLOCK_THREADS, SCORED (0 if no row can see more than
+// COUNT groups, and nothing scored them).
 //
-// Scores are bits of floats that are not negative, in the order of their values. The search for the lowest one that
-// is selected counts scores in bins over the range where it must be, and goes on in the one bin where it is. How
-// many come before a score in the order of the groups then settles ties and places. What is searched is all scores
-// of a row, in shared memory, or, if they do not fit, candidates: the COUNT-th highest of the best scores of 16
-// groups each is a bound from below, which few scores reach as a rule. If more do than there is room for, all are
-// searched where they are.
+// Scores are bits of floats that are not negative, in the order of their values. The lowest one that is selected is
+// found in two searches, each of which counts scores in bins and goes on in the bin where it must be. The first is of
+// the best scores of a few groups each: the COUNT-th highest of them bounds from below what can be selected. The scores
+// that reach this bound, the candidates, are few as a rule, and the second search is of them. If there are too many, it
+// is of all scores. How many come before a score in the order of the groups then settles ties and places.
 #include "q4e.cuh"
 
 constexpr int WARPS = BLOCK_THREADS / WARP;
-constexpr int GROUPS = 16;             // that share a best score
-constexpr int BINS = 2 * BLOCK_THREADS;      // of a count
-constexpr int CAPACITY = 8 * BLOCK_THREADS;  // scores in shared memory, or half as many with their groups
+constexpr int GROUPS = 16;                    // that share a best score in memory
+constexpr int BINS = 4 * BLOCK_THREADS;       // of a search
+constexpr int QUADS = 4;                      // of four scores each, that a thread holds
+constexpr int CAPACITY = 4 * QUADS * BLOCK_THREADS;
+constexpr int BEST_QUADS = 5;                 // of groups whose best score reaches the bound
+constexpr int MAX_BEST = BEST_QUADS * BLOCK_THREADS / (GROUPS / 4);
+constexpr int MAX_CANDIDATES = 8 * BLOCK_THREADS;
 static_assert(WARPS <= WARP, "the sums of the warps are summed by one");
 
-// Four scores; those from `n` on are not there.
-struct Quad {
-  uint32 scores[4];
+struct Candidate {
+  uint32 score;
+  int group;
 };
 
-// Calls `visit(index, quad)` for each four of `n` scores, whose memory holds whole quads; two loads at a time.
-template <typename Visit>
-__device__ __forceinline__ void for_each_quad(const uint32* scores, int n, Visit visit) {
-  constexpr int BATCH = 2;
-  for (int start = 4 * threadIdx.x; start < n; start += BATCH * 4 * BLOCK_THREADS) {
-    uint4 quads[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int index = start + i * 4 * BLOCK_THREADS;
-      if (index < n) quads[i] = *reinterpret_cast<const uint4*>(scores + index);
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int index = start + i * 4 * BLOCK_THREADS;
-      if (index < n) visit(index, Quad{quads[i].x, quads[i].y, quads[i].z, quads[i].w});
-    }
+struct Quad {
+  uint32 scores[4];
+
+  __device__ __forceinline__ uint32 best() const { return max(max(scores[0], scores[1]), max(scores[2], scores[3])); }
+  __device__ __forceinline__ uint32 worst() const { return min(min(scores[0], scores[1]), min(scores[2], scores[3])); }
+  __device__ __forceinline__ uint32 reaching(uint32 bound) const {  // as bits
+    return uint32(scores[0] >= bound) | uint32(scores[1] >= bound) << 1 | uint32(scores[2] >= bound) << 2 |
+           uint32(scores[3] >= bound) << 3;
   }
+};
+
+// Four of `count` scores from `first` on; zeros are put for those that do not exist. The memory holds whole quads.
+__device__ __forceinline__ Quad load_quad(const uint32* scores, int first, int count) {
+  if (first >= count) return {};
+  const uint4 quad = *reinterpret_cast<const uint4*>(scores + first);
+  const int left = count - first;
+  return {{quad.x, left > 1 ? quad.y : 0, left > 2 ? quad.z : 0, left > 3 ? quad.w : 0}};
 }
 
-// Sum over the threads before this one; `total` over all.
-template <typename T>
-__device__ __forceinline__ T block_prefix(T value, T& total) {
-  __shared__ T sums[WARPS];
+// How `count` quads are dealt out: to each warp the same number side by side, its lanes side by side, up to K times.
+// `of(k)` is this lane's k-th, or `count` if it has no such.
+struct Deal {
+  int count, per_warp;
+
+  __device__ explicit Deal(int count) : count(count), per_warp(ceil_div(count, WARPS)) {}
+  __device__ __forceinline__ int of(int k) const {
+    const int place = k * WARP + threadIdx.x % WARP;
+    return place < per_warp ? min(int(threadIdx.x / WARP) * per_warp + place, count) : count;
+  }
+  __device__ bool all_have_one() const { return count >= (WARPS - 1) * per_warp + WARP && per_warp >= WARP; }
+};
+
+struct Prefix {
+  int before, total;  // sum over the warps before this one, and over all
+};
+
+// Of values of whole warps. The block has to meet between two calls.
+__device__ __forceinline__ Prefix block_prefix(int of_warp) {
+  __shared__ int sums[WARPS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  T sum = value;
+  if (lane == 0) sums[warp] = of_warp;
+  __syncthreads();
+  const unsigned sum = lane < WARPS ? sums[lane] : 0;
+  return {int(__reduce_add_sync(FULL_MASK, lane < warp ? sum : 0)), int(__reduce_add_sync(FULL_MASK, sum))};
+}
+
+// Sums over the lanes up to this one, of a word or of packed bytes.
+__device__ __forceinline__ uint32 warp_prefix(uint32 value) {
 #pragma unroll
   for (int lanes = 1; lanes < WARP; lanes *= 2) {
-    const T before = __shfl_up_sync(FULL_MASK, sum, lanes);
-    if (lane >= lanes) sum += before;
+    const uint32 before = __shfl_up_sync(FULL_MASK, value, lanes);
+    if (int(threadIdx.x % WARP) >= lanes) value += before;
   }
-  __syncthreads();  // of a call before this one
-  if (lane == WARP - 1) sums[warp] = sum;
-  __syncthreads();
-  T warps = lane < WARPS ? sums[lane] : T(0);
+  return value;
+}
+
+// For K masks of four bits, of quads that were dealt out: how many bits are set before each mask. Returns how many are.
+template <int K>
+__device__ __forceinline__ int block_places(const uint32 masks[K], int places[K]) {
+  uint32 own[ceil_div(K, 4)] = {}, sums[ceil_div(K, 4)], of_warp[ceil_div(K, 4)];
 #pragma unroll
-  for (int lanes = 1; lanes < WARPS; lanes *= 2) {
-    const T before = __shfl_up_sync(FULL_MASK, warps, lanes);
-    if (lane >= lanes) warps += before;
+  for (int k = 0; k < K; ++k) own[k / 4] |= uint32(__popc(masks[k])) << (k % 4 * 8);  // a warp has at most 128
+#pragma unroll
+  for (int i = 0; i < ceil_div(K, 4); ++i) {
+    sums[i] = warp_prefix(own[i]);
+    of_warp[i] = __shfl_sync(FULL_MASK, sums[i], WARP - 1);
   }
-  total = __shfl_sync(FULL_MASK, warps, WARPS - 1);
-  const T earlier = __shfl_sync(FULL_MASK, warps, max(warp - 1, 0));
-  return sum - value + (warp > 0 ? earlier : T(0));
+  int count = 0;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const int shift = k % 4 * 8;
+    places[k] = count + int(((sums[k / 4] >> shift) & 255u) - ((own[k / 4] >> shift) & 255u));
+    count += (of_warp[k / 4] >> shift) & 255u;
+  }
+  const Prefix prefix = block_prefix(count);
+#pragma unroll
+  for (int k = 0; k < K; ++k) places[k] += prefix.before;
+  return prefix.total;
 }
 
 struct Range {
   uint32 low, high;
 };
 
-// Where the COUNT-th highest of the scores is, of which each thread knows the lowest and the highest of some. As
-// soon as COUNT threads know any, it is no lower than the lowest of their highest.
-__device__ __forceinline__ Range range_of(uint32 lowest, uint32 highest, int num_scores) {
+// The least that a bin's width has to be shifted left, for all bins to cover the range.
+__device__ __forceinline__ int covering_shift(const Range& range) {
+  return max(0, 32 - __clz(int(range.high - range.low)) - (31 - __clz(BINS)));
+}
+
+// The range of the COUNT-th highest score, if each thread that has any gives the lowest and the highest of some. When
+// COUNT threads have, it is no lower than the lowest of their highest.
+__device__ __forceinline__ Range block_range(bool has_any, bool enough_have, uint32 lowest, uint32 highest) {
   __shared__ Range ranges[WARPS];
-  const bool has_any = 4 * threadIdx.x < num_scores;
-  uint32 low = !has_any ? 0xffffffffu : num_scores > 4 * (COUNT - 1) && COUNT <= BLOCK_THREADS ? highest : lowest;
-  low = __reduce_min_sync(FULL_MASK, low);
-  const uint32 high = __reduce_max_sync(FULL_MASK, has_any ? highest : 0u);
+  const uint32 low = __reduce_min_sync(FULL_MASK, !has_any ? 0xffffffffu : enough_have ? highest : lowest);
+  const uint32 high = __reduce_max_sync(FULL_MASK, highest);
   if (threadIdx.x % WARP == 0) ranges[threadIdx.x / WARP] = {low, high};
   __syncthreads();
   const Range range = ranges[threadIdx.x % WARPS];
   return {__reduce_min_sync(FULL_MASK, range.low), __reduce_max_sync(FULL_MASK, range.high)};
 }
 
-// The COUNT-th highest score is in a bin from `low` on, of `within` scores; `above` are higher than the bin.
-struct Threshold {
+// The bin where the COUNT-th highest score is: scores from `low` on, 2^`shift` wide. `within` are in it, `above` higher.
+struct Bin {
   uint32 low;
-  int above, within;
+  int shift, above, within;
 };
 
-// Narrows `range`, in which the COUNT-th highest of `n` scores is and above which there is none, to a bin, until at
-// most `enough` scores are in it or above, or the bin is of a single score.
-__device__ __forceinline__ Threshold find_threshold(const uint32* scores, int n, int enough, Range range) {
-  __shared__ uint32 bins[BINS];
-  __shared__ Threshold found;
+// Finds the bin in `range`, above which there is no score, until at most `enough` are in it or above, or it is of a single
+// score. `visit(count)` calls `count` for each score. What is beyond the last bin of this width counts as in it, and is
+// searched if need be. `bins` are zero before and after.
+template <typename Visit>
+__device__ __forceinline__ Bin find_bin(Visit visit, Range range, int shift, int enough, uint32* bins) {
+  __shared__ Bin found;
   int above = 0;
+#pragma unroll 1
   while (true) {
-    const int shift = max(0, 32 - __clz(int(range.high - range.low)) - (31 - __clz(BINS)));
-    bins[threadIdx.x] = 0, bins[threadIdx.x + BLOCK_THREADS] = 0;
-    __syncthreads();
-    for_each_quad(scores, n, [&](int index, const Quad& quad) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32 score = quad.scores[i];
-        if (index + i < n && score >= range.low && score <= range.high)
-          atomicAdd(&bins[(score - range.low) >> shift], 1u);
-      }
+    visit([&](uint32 score) {
+      if (score >= range.low && score <= range.high)
+        atomicAdd(&bins[min((score - range.low) >> shift, uint32(BINS - 1))], 1u);
     });
     __syncthreads();
-    const int bin = BINS - 1 - 2 * threadIdx.x;  // this thread's higher one
-    const int higher = bins[bin], lower = bins[bin - 1];
-    int total;
-    const int before = above + block_prefix(higher + lower, total);
-    if (before < COUNT && COUNT <= before + higher)
-      found = {range.low + (uint32(bin) << shift), before, higher};
-    else if (before + higher < COUNT && COUNT <= before + higher + lower)
-      found = {range.low + (uint32(bin - 1) << shift), before + higher, lower};
+    const int first = BINS - 4 * (threadIdx.x + 1);  // of four bins, from the highest
+    uint4* mine = reinterpret_cast<uint4*>(bins + first);
+    const int counts[4] = {int(mine->w), int(mine->z), int(mine->y), int(mine->x)};
+    *mine = {0, 0, 0, 0};
+    const int own = counts[0] + counts[1] + counts[2] + counts[3], sum = int(warp_prefix(own));
+    int before = above + block_prefix(__shfl_sync(FULL_MASK, sum, WARP - 1)).before + sum - own;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (before < COUNT && COUNT <= before + counts[i])
+        found = {range.low + (uint32(first + 3 - i) << shift), shift, before, counts[i]};
+      before += counts[i];
+    }
     __syncthreads();
-    const Threshold result = found;
-    if (result.above + result.within <= enough || shift == 0) return result;
-    range = {result.low, result.low + (1u << shift) - 1};
-    above = result.above;
+    const Bin bin = found;
+    const bool is_open = (bin.low - range.low) >> shift == BINS - 1 && (range.high - bin.low) >> shift > 0;
+    if (bin.above + bin.within <= enough || (shift == 0 && !is_open)) return bin;
+    range = {bin.low, is_open ? range.high : bin.low + (1u << shift) - 1};
+    shift = covering_shift(range);
+    above = bin.above;
   }
 }
 
-// Writes the groups of the selected scores in order; `groups` of the scores, or null where a score's place is its
-// group.
-__device__ __forceinline__ void write_selected(const uint32* scores, const int* groups, int n,
-                                               const Threshold& threshold, int* selected) {
-  constexpr int SHARE = 8;
-  // From `sure` on a score is selected; at `threshold.low`, if that is less, the first `ties` are.
-  const bool is_exact = threshold.above + threshold.within == COUNT;
-  const uint32 sure = is_exact ? threshold.low : threshold.low + 1;
-  const int ties = is_exact ? 0 : COUNT - threshold.above;
-  int num_sure = 0, num_ties = 0;  // in front of this round
-  for (int start = 0; start < n; start += SHARE * BLOCK_THREADS) {
-    const int first = start + SHARE * threadIdx.x;
-    uint32 sure_mask = 0, tie_mask = 0;
+// The scores that reach `bound`, in the order of their groups, of those that the threads hold. Returns how many they are.
+// Too many are not stored.
+template <int K>
+__device__ __forceinline__ int store_candidates(const Quad quads[K], const int groups[K], uint32 bound, int visible,
+                                                Candidate* candidates) {
+  uint32 masks[K];
+  int places[K];
 #pragma unroll
-    for (int half = 0; half < SHARE; half += 4) {
-      if (first + half >= n) continue;
-      const uint4 quad = *reinterpret_cast<const uint4*>(scores + first + half);
-      const uint32 items[4] = {quad.x, quad.y, quad.z, quad.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool exists = first + half + i < n;
-        sure_mask |= uint32(exists && items[i] >= sure) << (half + i);
-        tie_mask |= uint32(exists && items[i] < sure && items[i] >= threshold.low) << (half + i);
-      }
-    }
-    uint64 total;  // both counts: of the sure ones in the high half, of the ties in the low one
-    const uint64 before = block_prefix(uint64(__popc(sure_mask)) << 32 | uint64(__popc(tie_mask)), total);
-    const int sure_before = num_sure + int(before >> 32), ties_before = num_ties + int(uint32(before));
-    for (uint32 mask = sure_mask | tie_mask; mask != 0; mask &= mask - 1) {
-      const uint32 bit = mask & -mask;
-      const int rank = ties_before + __popc(tie_mask & (bit - 1)), item = first + __popc(bit - 1);
-      const int place = sure_before + __popc(sure_mask & (bit - 1)) + min(rank, ties);
-      if ((sure_mask & bit) || rank < ties) selected[place] = groups == nullptr ? item : groups[item];
-    }
-    num_sure += int(total >> 32), num_ties += int(uint32(total));
+  for (int k = 0; k < K; ++k) {
+    const int left = visible - groups[k];
+    masks[k] = left <= 0 ? 0 : quads[k].reaching(bound) & (left < 4 ? (1u << left) - 1 : 15u);
   }
-}
-
-// Collects the scores of at least `bound` with their groups, in the order of the groups. Returns how many they are,
-// or -1 if there is no room. `best`: the best score of every 16 groups.
-__device__ __forceinline__ int collect(const uint32* scores, const uint32* best, int visible, uint32 bound,
-                                       uint32* kept_scores, int* kept_groups) {
-  __shared__ int places[BLOCK_THREADS];  // in `best` of those that reach the bound
-  const int num_bests = ceil_div(visible, GROUPS), share = ceil_div(num_bests, BLOCK_THREADS);
-  const int first = min(int(threadIdx.x) * share, num_bests), last = min(first + share, num_bests);
-  int count = 0, total;
-  for (int i = first; i < last; ++i) count += best[i] >= bound;
-  int place = block_prefix(count, total);
-  if (total > BLOCK_THREADS) return -1;
-  for (int i = first; i < last; ++i)
-    if (best[i] >= bound) places[place++] = i;
-  __syncthreads();
-
-  const bool has_group = int(threadIdx.x) < total;
-  const int group = has_group ? places[threadIdx.x] * GROUPS : 0;
-  uint32 mine[GROUPS], mask = 0;
+  const int total = block_places<K>(masks, places);
+  if (total > MAX_CANDIDATES) return total;
 #pragma unroll
-  for (int i = 0; i < GROUPS; i += 4) {
-    const uint4 quad = *reinterpret_cast<const uint4*>(scores + group + i);
-    mine[i] = quad.x, mine[i + 1] = quad.y, mine[i + 2] = quad.z, mine[i + 3] = quad.w;
-  }
+  for (int k = 0; k < K; ++k) {
 #pragma unroll
-  for (int i = 0; i < GROUPS; ++i) mask |= uint32(has_group && group + i < visible && mine[i] >= bound) << i;
-  place = block_prefix(__popc(mask), total);
-  if (total > CAPACITY / 2) return -1;
-#pragma unroll
-  for (int i = 0; i < GROUPS; ++i) {
-    if (mask >> i & 1) {
-      kept_scores[place] = mine[i];
-      kept_groups[place++] = group + i;
-    }
+    for (int i = 0; i < 4; ++i)
+      if (masks[k] >> i & 1) candidates[places[k]++] = {quads[k].scores[i], groups[k] + i};
   }
   __syncthreads();
   return total;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
+// The candidates of a row whose best scores, one of 16 groups each, the threads hold. As `store_candidates`.
+__device__ __forceinline__ int store_candidates_of_best(const uint32* scores, const Quad best[QUADS],
+                                                        const Deal& deal, uint32 bound, int visible,
+                                                        Candidate* candidates) {
+  __shared__ int reaching[MAX_BEST];
+  uint32 masks[QUADS];
+  int places[QUADS], groups[BEST_QUADS];
+#pragma unroll
+  for (int k = 0; k < QUADS; ++k) masks[k] = deal.of(k) < deal.count ? best[k].reaching(bound) : 0;
+  const int total = block_places<QUADS>(masks, places);
+  if (total > MAX_BEST) return MAX_CANDIDATES + 1;
+#pragma unroll
+  for (int k = 0; k < QUADS; ++k)
+    for (uint32 mask = masks[k]; mask != 0; mask &= mask - 1)
+      reaching[places[k]++] = 4 * deal.of(k) + __ffs(int(mask)) - 1;
+  __syncthreads();
+  const Deal parts(total * (GROUPS / 4));
+  Quad quads[BEST_QUADS];
+#pragma unroll
+  for (int k = 0; k < BEST_QUADS; ++k) {
+    const int quad = parts.of(k);
+    groups[k] = quad < parts.count ? reaching[quad / (GROUPS / 4)] * GROUPS + quad % (GROUPS / 4) * 4 : visible;
+    quads[k] = load_quad(scores, groups[k], visible);
+  }
+  return store_candidates<BEST_QUADS>(quads, groups, bound, visible, candidates);
+}
+
+// Selects from `count` candidates `get(i)` in the order of their groups.
+template <typename Get>
+__device__ __forceinline__ void select(Get get, int count, const Range& range, int shift, uint32* bins, int* selected) {
+  constexpr int K = 2, SURE = 1 << 16;
+  const int lane = threadIdx.x % WARP;
+  const Bin bin = find_bin(
+      [&](auto visit) {
+        for (int i = threadIdx.x; i < count; i += BLOCK_THREADS) visit(get(i).score);
+      },
+      range, shift, COUNT, bins);
+  // From `sure` on a score is selected; of the scores that are less, but in the bin, the first `ties` are.
+  const bool is_exact = bin.above + bin.within == COUNT;
+  const uint32 sure = is_exact ? bin.low : bin.low + 1;
+  const int ties = is_exact ? 0 : COUNT - bin.above;
+  int before = 0, ties_before = 0;  // how many are sure, and in the bin otherwise, in front of this round
+  for (int start = 0; start < count; start += K * BLOCK_THREADS) {
+    Candidate mine[K];
+    uint32 sure_lanes[K], tie_lanes[K];
+    int num_sure = 0, num_ties = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int index = start + (threadIdx.x / WARP * K + k) * WARP + lane;
+      const bool exists = index < count;
+      mine[k] = exists ? get(index) : Candidate{};
+      sure_lanes[k] = __ballot_sync(FULL_MASK, exists && mine[k].score >= sure);
+      tie_lanes[k] = __ballot_sync(FULL_MASK, exists && mine[k].score >= bin.low) & ~sure_lanes[k];
+      num_sure += __popc(sure_lanes[k]), num_ties += __popc(tie_lanes[k]);
+    }
+    const Prefix prefix = block_prefix(num_sure * SURE + num_ties);
+    int place = before + prefix.before / SURE, rank = ties_before + prefix.before % SURE;
+    const uint32 lower = (1u << lane) - 1;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int my_rank = rank + __popc(tie_lanes[k] & lower), my_place = place + __popc(sure_lanes[k] & lower);
+      if (sure_lanes[k] >> lane & 1 || (tie_lanes[k] >> lane & 1 && my_rank < ties))
+        selected[my_place + min(my_rank, ties)] = mine[k].group;
+      place += __popc(sure_lanes[k]), rank += __popc(tie_lanes[k]);
+    }
+    before += prefix.total / SURE, ties_before += prefix.total % SURE;
+    __syncthreads();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 select_groups(const uint32* all_scores, const int* query_start_loc, const int* seq_lens, const int* num_seqs,
               int* selected, int first_row, int row_stride, int max_items, int batch_size) {
-  __shared__ __align__(16) uint32 kept[CAPACITY];
-  int* kept_groups = reinterpret_cast<int*>(kept) + CAPACITY / 2;
+  __shared__ __align__(16) uint32 bins[BINS];
+  __shared__ __align__(8) Candidate candidates[MAX_CANDIDATES];
+  *reinterpret_cast<uint4*>(bins + 4 * threadIdx.x) = {0, 0, 0, 0};
+  if (!SCORED) wait_for_previous();
+  // The kernel of the scores lets this one start when all before it are done: what they wrote can be read already.
   const int row = first_row + blockIdx.x;
-  wait_for_previous();
-  start_next();
   const TokenPlace place = locate_token(row, query_start_loc, seq_lens, num_seqs, batch_size);
-  if (place.sequence < 0) return;
-  const int visible = (place.position + 1) / RATIO;
+  const int visible = place.sequence < 0 ? 0 : (place.position + 1) / RATIO;
   selected += int64(row) * COUNT;
+  const uint32* scores = all_scores + int64(blockIdx.x) * row_stride;
+  const bool holds_all = visible <= CAPACITY;
+  const uint32* held = holds_all ? scores : scores + int64(max_items) * GROUPS;
+  const int num_held = holds_all ? visible : ceil_div(visible, GROUPS);
+  if (SCORED) wait_for_previous();
+  start_next();
   if (visible <= COUNT) {
-    for (int i = threadIdx.x; i < COUNT; i += BLOCK_THREADS) selected[i] = i < visible ? i : -1;
+    for (int i = threadIdx.x; i < COUNT && place.sequence >= 0; i += BLOCK_THREADS) selected[i] = i < visible ? i : -1;
     return;
   }
-  const uint32* scores = all_scores + int64(blockIdx.x) * row_stride;
-  const uint32* best = scores + int64(max_items) * GROUPS;
 
-  const bool fits = visible <= CAPACITY;
-  const int num_known = fits ? visible : ceil_div(visible, GROUPS);
-  uint32 lowest = 0xffffffffu, highest = 0;
-  for_each_quad(fits ? scores : best, num_known, [&](int index, const Quad& quad) {
-    if (fits)
-      *reinterpret_cast<uint4*>(kept + index) = {quad.scores[0], quad.scores[1], quad.scores[2], quad.scores[3]};
+  Quad quads[QUADS];
+  int groups[QUADS];
+  const Deal deal(ceil_div(num_held, 4));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (index + i >= num_known) continue;
-      lowest = min(lowest, quad.scores[i]);
-      highest = max(highest, quad.scores[i]);
-    }
-  });
-  Range range = range_of(lowest, highest, num_known);
-  const uint32* searched = fits ? kept : scores;
-  const int* groups = nullptr;
-  int n = visible;
-  if (!fits) {
-    const bool bounded = num_known >= COUNT;
-    range.low = bounded ? find_threshold(best, num_known, BLOCK_THREADS, range).low : 0;
-    const int count = bounded ? collect(scores, best, visible, range.low, kept, kept_groups) : -1;
-    if (count >= 0) searched = kept, groups = kept_groups, n = count;
+  for (int k = 0; k < QUADS; ++k) {
+    groups[k] = 4 * deal.of(k);
+    quads[k] = load_quad(held, groups[k], num_held);
   }
-  write_selected(searched, groups, n, find_threshold(searched, n, COUNT, range), selected);
+  const int num_searched = holds_all ? deal.count : num_held;
+  const bool is_bounded = num_searched >= COUNT && num_held <= CAPACITY, by_quads = holds_all && is_bounded;
+  uint32 lowest = 0xffffffffu, highest = 0;
+#pragma unroll
+  for (int k = 0; k < QUADS; ++k) {
+    if (deal.of(k) >= deal.count) continue;
+    highest = max(highest, quads[k].best());
+    lowest = min(lowest, by_quads ? quads[k].best() : quads[k].worst());
+  }
+  Range range = {0, 0x7fffffffu};
+  if (num_held <= CAPACITY) {
+    const bool enough_have = is_bounded && COUNT <= BLOCK_THREADS && deal.all_have_one();
+    range = block_range(deal.of(0) < deal.count, enough_have, lowest, highest);
+  }
+  int shift = covering_shift(range), count = MAX_CANDIDATES + 1;
+  if (is_bounded) {
+    const Bin bin = find_bin(
+        [&](auto visit) {
+#pragma unroll
+          for (int k = 0; k < QUADS; ++k) {
+            if (deal.of(k) >= deal.count) continue;
+            if (by_quads) visit(quads[k].best());
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              if (!by_quads) visit(quads[k].scores[i]);
+          }
+        },
+        range, shift, MAX_BEST, bins);
+    range.low = bin.low;
+    shift = max(bin.shift - 4, 0);  // the COUNT-th highest of all is a little higher: narrow bins tell it apart
+  }
+  if (holds_all)
+    count = store_candidates<QUADS>(quads, groups, range.low, visible, candidates);
+  else if (is_bounded)
+    count = store_candidates_of_best(scores, quads, deal, range.low, visible, candidates);
+  if (count <= MAX_CANDIDATES)
+    select([&](int i) { return candidates[i]; }, count, range, shift, bins, selected);
+  else
+    select([&](int i) { return Candidate{scores[i], i}; }, visible, range, shift, bins, selected);
 }

@@ -29,7 +29,7 @@ from qwen4exp_trt.passes.verification import Verifier, batch_samples, initial_st
 from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, is_getitem
 from qwen4exp_trt.runtime.program_text import op_name
-from qwen4exp_trt.runtime.specs import extent_of
+from qwen4exp_trt.runtime.specs import PleResidency, extent_of
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 BLOCK_SIZE = 16
@@ -102,6 +102,27 @@ MIXED = {
 }
 
 
+@pytest.mark.parametrize("table", [WeightFormat.FLOAT, WeightFormat.FP8, WeightFormat.NVFP4])
+@pytest.mark.parametrize("name", ["all mechanisms", "two n-gram embeddings"])
+def test_a_table_that_is_looked_up_is_no_weight(name: str, table: WeightFormat) -> None:
+    """Bitwise the same outputs; what the hash and the gather read is not in the program."""
+    config, program = tiny_config(name), tiny_program(name)
+    tables = [name for name in expected_weights(config) if re.search(TABLE, name)]
+    formats = {} if table is WeightFormat.FLOAT else dict.fromkeys(tables, table)
+    scales = dict.fromkeys(tables, 2)
+    source = quantized_source(program.weights, formats, scales)
+    verifier = Verifier(verifier_for(config, program).samples, source)
+    passes_of_disk = make_pipeline(Quantization(formats, scales), PleResidency.DISK)
+    after, results = PassManager(passes_of_disk, verifier).run(program)
+    assert {r.name: r.max_error for r in results}["look_up_ngram_rows"] == 0
+    assert not [op for op in ops_of(after) if "hash" in op or "gather" in op]
+    assert [spec.name for spec in after.inputs if "." in spec.name] == [
+        f"layers.{layer}.ple.ngram_embeddings" for layer in config.ple_layers
+    ]
+    kept = [spec.name for spec in (*after.weights, *after.states) if ".ple." in spec.name]
+    assert not [name for name in kept if "ple_embedding" in name or "ngram_ids" in name]
+
+
 @pytest.mark.parametrize(
     ("patterns", "ops"),
     [
@@ -146,9 +167,10 @@ def test_a_second_run_of_the_pipeline_changes_nothing() -> None:
     assert [result.rewrites for result in results] == [0] * len(make_pipeline(Quantization()))
 
 
-def test_every_requirement_is_ensured_by_an_earlier_pass() -> None:
+@pytest.mark.parametrize("residency", PleResidency)
+def test_every_requirement_is_ensured_by_an_earlier_pass(residency: PleResidency) -> None:
     known: set[str] = set()
-    for graph_pass in make_pipeline(Quantization()):
+    for graph_pass in make_pipeline(Quantization(), residency):
         assert graph_pass.requires <= known, f"{graph_pass.name} requires {graph_pass.requires - known}"
         known |= graph_pass.ensures
 
@@ -156,7 +178,7 @@ def test_every_requirement_is_ensured_by_an_earlier_pass() -> None:
 def test_every_pass_file_is_in_the_pipeline_and_has_a_test() -> None:
     files = [module.name for module in pkgutil.iter_modules(passes.__path__)]
     found = {name for name in files if hasattr(import_module(f"{passes.__name__}.{name}"), name)}
-    assert found == {graph_pass.name for graph_pass in make_pipeline(Quantization())}
+    assert found == {graph_pass.name for graph_pass in make_pipeline(Quantization(), PleResidency.DISK)}
     tests = Path(__file__).parent
     assert [name for name in found if not (tests / f"test_{name}.py").is_file()] == []
 
