@@ -89,6 +89,7 @@ many_tokens(const uint4* arranged, const void* weight, const void* block_scales,
   const Result<FORMAT, OUTPUT, SCALES_ROWS> result = {out, row_scales, rows};
   const PartialSums partial = {partial_sums, tokens, rows, int(gridDim.z)};
   const float scale = result.scale(row);
+#pragma unroll 8
   for (int token = threadIdx.x / ROWS; token < end && row < rows; token += THREADS / ROWS) {
     float sum = 0.f;
 #pragma unroll
@@ -97,6 +98,7 @@ many_tokens(const uint4* arranged, const void* weight, const void* block_scales,
     else *partial.at(blockIdx.z, first_token + token, row) = sum;
   }
   if (gridDim.z == 1 || !is_last_block(arrivals + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z)) return;
+#pragma unroll 8
   for (int token = threadIdx.x / ROWS; token < end && row < rows; token += THREADS / ROWS)
     result.store(first_token + token, row, partial.total(first_token + token, row), scale);
 }
