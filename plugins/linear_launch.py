@@ -29,20 +29,20 @@ MOST_FEW = 8
 class WeightFormat:
     """A struct of ``include/weight_formats.cuh``.
 
-    A step of a warp is ``step`` elements of K, a fourth of them for a lane; a slot for it in shared memory is of
-    ``slot_bytes``, and is filled where K is a multiple of ``few_multiple``. ``most_tokens`` fit the registers at once.
+    A step of a warp is ``step`` elements of K, for which a slot in shared memory has ``slot_bytes``. Where K is a
+    multiple of ``multiple``, it can be filled by 16 bytes at a time. ``most_tokens`` fit the registers at once.
     """
 
     name: str
     step: int
     slot_bytes: int
-    few_multiple: int
+    multiple: int
     most_tokens: int
 
 
-NVFP4 = WeightFormat("Nvfp4", 128, slot_bytes=1024 + 128, few_multiple=128, most_tokens=64)
-FP8_BLOCKS = WeightFormat("Fp8Blocks", 64, slot_bytes=1024 + 16, few_multiple=16, most_tokens=32)
-BF16 = WeightFormat("Bf16", 32, slot_bytes=1024, few_multiple=8, most_tokens=64)
+NVFP4 = WeightFormat("Nvfp4", 128, slot_bytes=1024 + 128, multiple=128, most_tokens=64)
+FP8_BLOCKS = WeightFormat("Fp8Blocks", 64, slot_bytes=1024 + 16, multiple=16, most_tokens=32)
+BF16 = WeightFormat("Bf16", 32, slot_bytes=1024, multiple=8, most_tokens=64)
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ class Tokens:
 
 
 def product_launches(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Iterator[Launch]:
-    """``out[T, N] = x @ weight.T``, by tensor cores where ``x`` is BF16 and a row is whole pieces of 16 bytes."""
+    """``out[T, N] = x @ weight.T``, by tensor cores where ``x`` is BF16 and K a multiple that suits the format."""
     form = weight.format
-    if x.dtype != torch.bfloat16 or weight.columns % (form.step // 4):
+    if x.dtype != torch.bfloat16 or weight.columns % form.multiple:
         yield _any_shape(x, weight, out)
-    elif x.count <= MOST_FEW and weight.columns % form.few_multiple == 0:
+    elif x.count <= MOST_FEW:
         yield _few_tokens(call, x, weight, out)
     else:
-        yield from _many_tokens(call, x, weight, out)
+        yield _many_tokens(call, x, weight, out)
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -131,8 +131,8 @@ WORTH_OF_PARTS = 0.9
 class Split:
     """How a product is shared.
 
-    K is in ``parts`` for different blocks, each part for ``k_warps`` warps of a tile of 8 * ``halves`` rows. A warp takes
-    ``segments`` times ``depth`` steps, of which ``depth`` are on their way at once.
+    K is in ``parts`` for different blocks, each part for ``k_warps`` warps of a tile of 8 * ``halves`` rows. A warp
+    takes ``segments`` times ``depth`` steps, of which ``depth`` are on their way at once.
     """
 
     parts: int
@@ -185,8 +185,6 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
         "BLOCKS_PER_SM": RESIDENT,
         "START": START,
     }
-    groups = form.step // 32
-    group_units = 4 * sizes["TOKENS"] + (8 // groups if groups > 1 else 0)
     blocks = _ceil_div(weight.rows, 8 * split.halves * FEW_WARPS // split.k_warps)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
@@ -202,37 +200,58 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
             weight.rows,
             weight.columns,
         ),
-        shared_bytes=FEW_WARPS * split.depth * form.slot_bytes + 16 * split.steps // split.parts * groups * group_units,
+        shared_bytes=FEW_WARPS * split.depth * form.slot_bytes
+        + _staged_bytes(split.steps // split.parts, sizes["TOKENS"], form),
     )
 
 
 # --- many tokens ----------------------------------------------------------------------------------------------------
 
-BLOCK_ROWS, BLOCK_THREADS, BLOCK_K_WARPS, STAGES = 128, 256, 2, 3
+MANY_WARPS, MANY_ROW_TILES, MANY_DEPTH = 8, 2, 3
 
 
-def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Iterator[Launch]:
+@dataclass(frozen=True)
+class Tile:
+    """What a block multiplies at once: ``tokens`` by the rows of ``row_warps`` warps."""
+
+    tokens: int
+    row_warps: int
+    blocks_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * MANY_ROW_TILES * self.row_warps
+
+    @property
+    def k_warps(self) -> int:
+        return MANY_WARPS // self.row_warps
+
+
+TILES = (Tile(16, 2, 2), Tile(32, 4, 1), Tile(64, 4, 1))
+
+
+def _tile(tokens: int, form: WeightFormat) -> Tile:
+    fitting = [tile for tile in TILES if tile.tokens <= form.most_tokens]
+    return next((tile for tile in fitting if tile.tokens >= tokens), fitting[-1])
+
+
+def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch:
     form = weight.format
-    tokens = min(form.most_tokens, max(16, 1 << (x.count - 1).bit_length()))
-    tiles, steps = _ceil_div(x.count, tokens), _ceil_div(weight.columns, form.step)
-    arranged = call.scratch(tiles * tokens, steps * form.step, dtype=torch.bfloat16)
-    units = tiles * tokens * steps * 4
-    yield Launch(
-        Kernel("linear/arrange_tokens.cu", "arrange_tokens", (("FORMAT", form.name), ("TOKENS", tokens))),
-        grid=(min(_ceil_div(units, 256), 8 * call.num_sms), 1, 1),
-        threads=256,
-        args=(x.values, arranged, x.count, weight.columns, units),
-    )
-    row_blocks, stages = _ceil_div(weight.rows, BLOCK_ROWS), _ceil_div(steps, BLOCK_K_WARPS)
-    part_stages = -(-stages // max(1, min(call.num_sms // (tiles * row_blocks), stages // 2)))
+    tile = _tile(x.count, form)
+    tiles, blocks = _ceil_div(x.count, tile.tokens), _ceil_div(weight.rows, tile.rows)
+    stages = _ceil_div(weight.columns, tile.k_warps * form.step)
+    most_parts = tile.blocks_per_sm * call.num_sms // (tiles * blocks)
+    part_stages = _ceil_div(stages, max(1, min(most_parts, stages // MANY_DEPTH)))
     parts = _ceil_div(stages, part_stages)
-    assert parts == 1 or tiles * row_blocks <= NUM_SEMAPHORES
-    yield Launch(
-        Kernel("linear/many_tokens.cu", "many_tokens", _defines(weight, out, TOKENS=tokens)),
-        grid=(tiles, row_blocks, parts),
-        threads=BLOCK_THREADS,
+    assert parts == 1 or tiles * blocks <= NUM_SEMAPHORES
+    sizes = {"TOKENS": tile.tokens, "ROW_WARPS": tile.row_warps, "BLOCKS_PER_SM": tile.blocks_per_sm}
+    slots = MANY_WARPS * MANY_DEPTH * MANY_ROW_TILES * form.slot_bytes
+    return Launch(
+        Kernel("linear/many_tokens.cu", "many_tokens", _defines(weight, out, **sizes)),
+        grid=(tiles, blocks, parts),
+        threads=MANY_WARPS * WARP,
         args=(
-            arranged,
+            x.values,
             *weight.args,
             out,
             _partial_sums(call, x, weight),
@@ -242,12 +261,16 @@ def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Itera
             weight.columns,
             part_stages,
         ),
-        shared_bytes=tokens
-        * max(
-            2 * STAGES * BLOCK_K_WARPS * form.step,
-            4 * BLOCK_K_WARPS * (BLOCK_ROWS + 4),
+        shared_bytes=max(
+            slots + _staged_bytes(tile.k_warps, tile.tokens, form), 4 * tile.k_warps * tile.tokens * (tile.rows + 4)
         ),
     )
+
+
+def _staged_bytes(steps: int, tokens: int, form: WeightFormat) -> int:
+    """Of so many steps of tokens in shared memory, padded against bank conflicts."""
+    groups = form.step // 32
+    return 16 * steps * groups * (4 * tokens + (8 // groups if groups > 1 else 0))
 
 
 def _partial_sums(call: Call, x: Tokens, weight: Weight) -> ScratchRef:
@@ -255,6 +278,7 @@ def _partial_sums(call: Call, x: Tokens, weight: Weight) -> ScratchRef:
     form = weight.format
     _, parts = _range_of_parts(weight.rows, weight.columns, form.step)
     floats = parts * min(x.count, MOST_FEW) * weight.rows if parts > 1 else 0
-    if x.count > MOST_FEW and call.num_sms >= 2 * _ceil_div(weight.rows, BLOCK_ROWS):
-        floats = max(floats, call.num_sms * form.most_tokens * BLOCK_ROWS)
+    if x.count > MOST_FEW:
+        tile = max((tile for tile in TILES), key=lambda tile: tile.blocks_per_sm * tile.tokens * tile.rows)
+        floats = max(floats, call.num_sms * tile.blocks_per_sm * tile.tokens * tile.rows)
     return call.scratch(floats)

@@ -45,10 +45,10 @@ def plan(op: str, tokens: int, rows: int, columns: int, num_sms: int) -> Plan:
 @pytest.mark.parametrize(
     "tokens,rows,columns,num_sms",
     [
-        (1, 50, 1056, 4),  # columns of a step that is not whole
+        (1, 50, 1152, 4),  # warps with fewer steps than others
         (3, 33, 1024, 24),  # K in parts, a tile of one row
-        (8, 100, 544, 1),  # several tiles for a block
-        (9, 37, 544, 4),
+        (8, 100, 640, 1),  # several tiles for a block
+        (9, 37, 640, 4),
         (17, 130, 256, 2),  # two blocks of rows, an odd number of tokens
         (70, 40, 512, 8),  # two tiles of tokens, K in parts
     ],
@@ -66,7 +66,7 @@ def test_products_equal_float32(op: str, tokens: int, rows: int, columns: int, n
 def test_a_token_that_is_not_finite_stays_alone() -> None:
     spec = all_specs()["nvfp4_linear"]
     for tokens in (3, 12):
-        args = operands("nvfp4_linear", tokens, 40, 96)
+        args = operands("nvfp4_linear", tokens, 40, 128)
         (clean,) = run_emulated(spec, args)
         args[0][1, 5] = torch.nan
         (got,) = run_emulated(spec, args)
