@@ -237,6 +237,23 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
 #endif
 }
+// The same of 8 and of 4 bytes.
+__device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
+#ifdef Q4E_EMULATE
+  *static_cast<uint64*>(shared) = *static_cast<const uint64*>(global);
+#else
+  uint32 to = uint32(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
+#ifdef Q4E_EMULATE
+  *static_cast<uint32*>(shared) = *static_cast<const uint32*>(global);
+#else
+  uint32 to = uint32(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
+#endif
+}
 __device__ __forceinline__ void commit_copies() {
 #ifndef Q4E_EMULATE
   asm volatile("cp.async.commit_group;" ::: "memory");
