@@ -38,13 +38,11 @@ from qwen4exp_trt.runtime.backend import EagerBackend, allocate_states
 from qwen4exp_trt.runtime.decode_graphs import move_inputs
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
-from qwen4exp_trt.runtime.tensor_reader import TensorReader
 
 PRECISIONS = ("nvfp4", "checkpoint")
 PLE = "nvfp4"
@@ -114,8 +112,7 @@ class Model:
         self.program, device = load_program(folder), torch.device("cuda", torch.cuda.current_device())
         states = allocate_states(self.program.states, NUM_BLOCKS, LIMITS.num_slots, device)
         weights = random_weights(self.program, device)
-        rows = NgramRows(self.program.inputs, TensorReader(), LIMITS.num_slots)  # the table is on the GPU
-        self.backend = EagerBackend(self.program, states, weights, rows, LIMITS, device)
+        self.backend = EagerBackend(self.program, states, weights, LIMITS, device)
         self.core = EngineCore(self.backend, LIMITS, NUM_BLOCKS, config.vocab_size, (), None)
 
     def open_sequences(self, batch: int, context: int, new_tokens: int) -> list[RequestSequence]:

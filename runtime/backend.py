@@ -34,7 +34,7 @@ from qwen4exp_trt.runtime.sampler import (
     sample,
     sampling_operands,
 )
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, NgramRowsSpec, StateSpec, extent_of
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
@@ -57,8 +57,8 @@ class EagerBackend:
     """A program itself in torch: op by op on a CPU, and on a GPU by the ops' CUDA kernels.
 
     On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op. ``states``
-    and ``weights`` are those of the program by name, on ``device``; ``rows`` complete the inputs of its steps, which
-    are within ``limits``.
+    and ``weights`` are those of the program by name, on ``device``; steps are within ``limits``. ``rows`` complete
+    their inputs, if the program takes rows of a table that is on disk.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class EagerBackend:
         program: Program,
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
-        rows: NgramRows,
         limits: EngineLimits,
         device: torch.device,
+        rows: NgramRows | None = None,
     ) -> None:
         self.program, self.states, self.weights, self.rows, self.device = program, states, weights, rows, device
         self.limits = limits
@@ -81,7 +81,10 @@ class EagerBackend:
         """Steps that end with the sampled tokens, by the limit of their ids."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self._run(self.rows.complete(inputs))
+        return self._run(self._completed(inputs))
+
+    def _completed(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return inputs if self.rows is None else self.rows.complete(inputs)
 
     def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         if self._graphs is None:
@@ -102,7 +105,7 @@ class EagerBackend:
         """
         if self._graphs is None:
             return sample(self.run(inputs)[: len(requests)], requests, vocab_limit)
-        inputs = self.rows.complete(inputs)
+        inputs = self._completed(inputs)
         with torch.cuda.device(self.device), _steps_that_fit(self.device):
             results = self._graphs_that_sample(vocab_limit).run({**inputs, **sampling_operands(requests)})
         if results is not None:
@@ -160,10 +163,12 @@ def load_eager_backend(
     logger.info("loading %d weights from %s", len(program.weights), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
         weights = load_weights(program.weights, reader, device, progress, manifest.host_weights)
-    rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, row_cache_bytes)
+    rows = None
+    if any(isinstance(spec, NgramRowsSpec) for spec in program.inputs):
+        rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, row_cache_bytes)
     if device.type == "cuda":
         use_cubins(folder / KERNELS_DIR)
-    return EagerBackend(program, states, weights, rows, limits, device)
+    return EagerBackend(program, states, weights, limits, device, rows)
 
 
 def _check_memory(
@@ -212,7 +217,7 @@ def make_backend(
     trt = load_trt(name)
     check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
     loaded = load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
-    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen)
+    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen, loaded.rows)
 
 
 def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:
