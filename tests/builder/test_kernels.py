@@ -85,7 +85,7 @@ def test_targets_that_the_compiler_does_not_know(target: str) -> None:
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    compile_module._cuda_core.cache_clear()
+    compile_module._import_cuda_core.cache_clear()
     with pytest.raises(
         PluginError, match=r"need cuda-python, which is not installed; run: pip install 'qwen4exp-trt\[cuda\]'"
     ):
