@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES, NgramRows
+from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import Progress
@@ -45,24 +46,10 @@ BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
-    """Runs steps over states that it owns."""
+    """Runs steps over states that it owns. It may sample as well: see `EagerBackend.sample`."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
-        ...
-
-
-@runtime_checkable
-class SamplingBackend(Protocol):
-    """A backend that also samples, so that nothing but the sampled tokens has to leave the GPU."""
-
-    def sample(
-        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
-    ) -> list[SampledToken | None]:
-        """Run one step, update the states, and sample as `sampler.sample` does from row i of the logits for request i.
-
-        ``inputs`` may ask for logits of more rows.
-        """
         ...
 
 
@@ -85,8 +72,9 @@ class EagerBackend:
     ) -> None:
         self.program, self.states, self.weights, self.rows, self.device = program, states, weights, rows, device
         self.limits = limits
-        self._graphs = None
+        self._graphs, self._program_for_few = None, program
         if device.type == "cuda":
+            self._program_for_few = with_own_linears(program)
             self._pool = torch.cuda.graph_pool_handle()
             self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device, self._pool)
         self._sampling_graphs: dict[int | None, DecodeGraphs] = {}
@@ -111,19 +99,20 @@ class EagerBackend:
     def sample(
         self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
     ) -> list[SampledToken | None]:
-        """`SamplingBackend.sample`; in a captured step the tokens are all that the host waits for."""
-        inputs, graphs = self._completed(inputs), self._graphs_that_sample(vocab_limit)
-        if graphs is not None:
-            with torch.cuda.device(self.device), _steps_that_fit(self.device):
-                results = graphs.run({**inputs, **sampling_operands(requests)})
-            if results is not None:
-                return self._report(results, requests, vocab_limit)
+        """Run one step, update the states, and sample as `sampler.sample` does from row i of the logits for request i.
+
+        Of a captured step the tokens are all that the host waits for. ``inputs`` may ask for logits of more rows.
+        """
+        if self._graphs is None:
+            return sample(self.run(inputs)[: len(requests)], requests, vocab_limit)
+        inputs = self._completed(inputs)
+        with torch.cuda.device(self.device), _steps_that_fit(self.device):
+            results = self._graphs_that_sample(vocab_limit).run({**inputs, **sampling_operands(requests)})
+        if results is not None:
+            return self._report(results, requests, vocab_limit)
         return sample(self._run(inputs)[: len(requests)], requests, vocab_limit)
 
-    def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs | None:
-        if self._graphs is None:
-            return None
-
+    def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs:
         def execute(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             logits = self._execute(inputs)["logits"]
             return {"logits": logits, "drawn": draw(logits, logits, inputs, vocab_limit)}
@@ -141,13 +130,16 @@ class EagerBackend:
         logits = results["logits"][: len(requests)]
         tokens = report(results["drawn"].cpu(), logits, requests, vocab_limit)
         rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
-        for row, token in zip(rows, sample(logits[rows].float(), [requests[row] for row in rows], vocab_limit)):
-            tokens[row] = token
+        if rows:
+            again = sample(logits[rows].float(), [requests[row] for row in rows], vocab_limit)
+            tokens = [again.pop(0) if row in rows else token for row, token in enumerate(tokens)]
         return tokens
 
     def _execute(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        has_few = len(inputs["input_ids"]) <= MOST_TOKENS
+        program = self._program_for_few if has_few else self.program
         with exact_matmuls():
-            return self.program.run(inputs, self.states, self.weights)
+            return program.run(inputs, self.states, self.weights)
 
 
 def load_eager_backend(

@@ -1,11 +1,11 @@
-// Depthwise causal convolution with SiLU. A thread has VECTOR channels of up to CHUNK rows of a sequence; it loads all
-// their inputs at once. Grid: channels, sequences, and the chunks of a sequence in turns.
+// Depthwise causal convolution with SiLU. A thread has VECTOR channels of a row and loads all its inputs at once; a
+// block has CHUNK rows of a sequence, a warp for each. Grid: channels, sequences, the chunks of a sequence in turns.
 // CHANNELS: convolved; WIDTH: of a row of x; TAPS: of the kernel; RING: rows of the state; ACTIVATION: bf16 or float.
 #include "q4e.cuh"
 #include "packed_sequence.cuh"
 #include "vector.cuh"
 
-constexpr int HISTORY = TAPS - 1, CHUNK = 8;
+constexpr int HISTORY = TAPS - 1;
 
 using Values = Packed<ACTIVATION, VECTOR>;
 
@@ -15,48 +15,28 @@ __device__ __forceinline__ int ring_row(int current, int offset) {
   return row < 0 ? row + RING : row >= RING ? row - RING : row;
 }
 
-// The inputs of `count` rows from `offset` on, behind those of the HISTORY rows before them; zeros before the first
-// token. `ring` has the row `next_row` for the first of the new tokens.
-__device__ __forceinline__ void load_window(Values (&window)[HISTORY + CHUNK], const PackedSequence& sequence,
-                                            int offset, int count, const ACTIVATION* x, const ACTIVATION* ring,
-                                            int next_row) {
-  const ACTIVATION* first = x + int64(sequence.start + offset) * WIDTH;
-  window[HISTORY] = load_packed<VECTOR>(first);
+// The inputs of row `row` of the sequence, the oldest first; zeros before the first token. `next_row` is the state's
+// row for the first of the new tokens.
+__device__ __forceinline__ void load_window(Values (&window)[TAPS], const PackedSequence& sequence, int row,
+                                            const ACTIVATION* x, const ACTIVATION* ring, int next_row) {
+  const ACTIVATION* own = x + int64(sequence.start + row) * WIDTH;
 #pragma unroll
-  for (int i = 0; i < HISTORY; ++i) {  // without a branch: one that does not exist is `first`, and zeroed
-    const int back = HISTORY - i;
-    const bool exists = sequence.context + offset >= back;
-    const ACTIVATION* from = offset > 0 ? first - back * WIDTH : ring + ring_row(next_row, -back) * CHANNELS;
-    window[i] = load_packed<VECTOR>(exists ? from : first);
+  for (int tap = 0; tap < TAPS; ++tap) {  // without a branch: one that does not exist is `own`, and zeroed
+    const int back = HISTORY - tap;
+    const bool exists = sequence.context + row >= back;
+    const ACTIVATION* from = row < back ? ring + ring_row(next_row, row - back) * CHANNELS : own - back * WIDTH;
+    window[tap] = load_packed<VECTOR>(exists ? from : own);
 #pragma unroll
-    for (uint32& word : window[i].words) word = exists ? word : 0;
-  }
-#pragma unroll
-  for (int row = 1; row < CHUNK; ++row)
-    if (row < count) window[HISTORY + row] = load_packed<VECTOR>(first + row * WIDTH);
-}
-
-// The newest rows of the sequence. `window` has its first ones.
-__device__ __forceinline__ void store_ring(const Values (&window)[HISTORY + CHUNK], const PackedSequence& sequence,
-                                           const ACTIVATION* x, ACTIVATION* ring, int next_row) {
-  const int first = max(sequence.length - RING, 0);
-#pragma unroll
-  for (int row = 0; row < min(CHUNK, RING); ++row) {
-    if (row >= sequence.length) return;
-    if (row >= first) store_packed(ring + ring_row(next_row, row) * CHANNELS, window[HISTORY + row]);
-  }
-  for (int row = max(first, min(CHUNK, RING)); row < sequence.length; ++row) {
-    const Values newest = load_packed<VECTOR>(x + int64(sequence.start + row) * WIDTH);
-    store_packed(ring + (sequence.context + row) % RING * CHANNELS, newest);
+    for (uint32& word : window[tap].words) word = exists ? word : 0;
   }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(CHUNK * WARP)
 causal_conv1d(const ACTIVATION* x, const ACTIVATION* weight, ACTIVATION* conv_state, const int* query_start_loc,
               const int* seq_lens, const int* slot_ids, const int* num_seqs, ACTIVATION* out) {
-  static_assert(HISTORY <= CHUNK && HISTORY <= RING, "only the first chunk of a sequence reads the state");
+  static_assert(HISTORY <= RING, "the state holds what a row looks back at");
   // Threads behind the last channel load it once more and store nothing.
-  const int place = (blockIdx.x * BLOCK + threadIdx.x) * VECTOR, channel = min(place, CHANNELS - VECTOR);
+  const int place = (blockIdx.x * WARP + threadIdx.x % WARP) * VECTOR, channel = min(place, CHANNELS - VECTOR);
   const bool is_mine = place < CHANNELS;
   const auto weights = load_packed<VECTOR * TAPS>(weight + int64(channel) * TAPS);
   wait_for_previous();
@@ -64,23 +44,29 @@ causal_conv1d(const ACTIVATION* x, const ACTIVATION* weight, ACTIVATION* conv_st
   const auto sequence = locate_sequence(blockIdx.y, query_start_loc, seq_lens, slot_ids, num_seqs);
   ACTIVATION* ring = conv_state + int64(sequence.slot) * (RING * CHANNELS) + channel;
   const int next_row = uint32(sequence.context) % RING;
-  for (int offset = blockIdx.z * CHUNK; offset < sequence.length; offset += gridDim.z * CHUNK) {
-    const int count = min(CHUNK, sequence.length - offset);
-    Values window[HISTORY + CHUNK];
-    load_window(window, sequence, offset, count, x + channel, ring, next_row);
+  // What a step of so few rows writes to the state replaces nothing that one of them reads.
+  const bool is_short = sequence.length <= RING - HISTORY;
+#pragma unroll 1
+  for (int row = blockIdx.z * CHUNK + threadIdx.x / WARP; row < sequence.length; row += gridDim.z * CHUNK) {
+    Values window[TAPS];
+    load_window(window, sequence, row, x + channel, ring, next_row);
+    float values[VECTOR] = {};
 #pragma unroll
-    for (int row = 0; row < CHUNK; ++row) {
-      if (row >= count) break;
-      float values[VECTOR] = {};
+    for (int i = 0; i < VECTOR; ++i) {
 #pragma unroll
-      for (int i = 0; i < VECTOR; ++i) {
-#pragma unroll
-        for (int tap = 0; tap < TAPS; ++tap) values[i] += weights[i * TAPS + tap] * window[row + tap][i];
-        values[i] = silu(values[i]);
-      }
-      if (is_mine) store_vector(out + int64(sequence.start + offset + row) * CHANNELS + channel, values);
+      for (int tap = 0; tap < TAPS; ++tap) values[i] += weights[i * TAPS + tap] * window[tap][i];
+      values[i] = silu(values[i]);
     }
-    // The thread that read the state is the one that replaces it, so no other can read what it writes.
-    if (offset == 0 && is_mine) store_ring(window, sequence, x + channel, ring, next_row);
+    if (!is_mine) continue;
+    store_packed(out + int64(sequence.start + row) * CHANNELS + channel, pack<ACTIVATION>(values));
+    if (is_short) store_packed(ring + ring_row(next_row, row) * CHANNELS, window[HISTORY]);
+  }
+  if (is_short || blockIdx.z > 0) return;
+  // The block of the first rows, which alone reads the state, replaces it.
+  __syncthreads();
+#pragma unroll 1
+  for (int row = max(sequence.length - RING, 0) + threadIdx.x / WARP; row < sequence.length; row += CHUNK) {
+    const Values newest = load_packed<VECTOR>(x + channel + int64(sequence.start + row) * WIDTH);
+    if (is_mine) store_packed(ring + (sequence.context + row) % RING * CHANNELS, newest);
   }
 }

@@ -216,6 +216,13 @@ __device__ __forceinline__ void prefetch_l2(const void* address, uint32 num_byte
 #endif
 }
 
+// The same for `bytes` in a row, a multiple of 16 from a multiple of 16 on; nothing below SM90.
+__device__ __forceinline__ void prefetch_l2_bytes(const void* from, uint32 bytes) {
+#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+#endif
+}
+
 // Asynchronous copy of 16 bytes from global to shared memory; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid = true) {
 #ifdef Q4E_EMULATE

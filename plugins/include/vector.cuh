@@ -39,6 +39,20 @@ __device__ __forceinline__ Packed<T, N> load_packed(const T* from) {
   return *reinterpret_cast<const Packed<T, N>*>(from);
 }
 
+// `values` rounded to T.
+template <typename T, int N>
+__device__ __forceinline__ Packed<T, N> pack(const float (&values)[N]) {
+  Packed<T, N> packed;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T)) * N / 4; ++i) {
+    if constexpr (sizeof(T) == 4)
+      packed.words[i] = __float_as_uint(values[i]);
+    else
+      packed.words[i] = pack_bf16(values[2 * i], values[2 * i + 1]);
+  }
+  return packed;
+}
+
 template <typename T, int N>
 __device__ __forceinline__ void store_packed(T* to, const Packed<T, N>& values) {
   *reinterpret_cast<Packed<T, N>*>(to) = values;

@@ -26,6 +26,7 @@ BATCHES = {
     "B1-T1": ([1], [700], [0]),
     "B1-T1-fresh": ([1], [0], [0]),
     "B1-T8-replay": ([8], [40], [7]),
+    "B2-T8-replay": ([8, 3], [40, 5], [7, 2]),
     "B3-T4-replay": ([4, 1, 3], [9, 100_000, 3], [3, 1, 2]),
     "B64-T1": ([1] * 64, list(range(64)), [b % 3 if b > 3 else 0 for b in range(64)]),
     "B64-T8": ([8] * 64, list(range(0, 640, 10)), [b % 8 if b else 0 for b in range(64)]),
@@ -139,30 +140,33 @@ def state_in_float64(steps: OpSteps, until: int) -> Tensor:
     return recurrent_steps(k, k, v, g, b.sigmoid(), state, lens, lens)[1]
 
 
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("remembers", [False, True])
-def test_state_after_a_thousand_steps(remembers: bool) -> None:
+def test_state_after_a_thousand_steps(remembers: bool, count: int) -> None:
     """Also with gates that forget a few parts in a thousand a token, so that errors would pile up."""
-    steps = delta_steps(1000, 2)
+    steps = delta_steps(1000, count)
     if remembers:
         steps.others["A_log"].fill_(-5.0)
     for context in range(1000):
-        steps.step([context] * 2, [1] * 2)
-    assert rms_error(state_in_float64(steps, 1000), steps.states["recurrent_state"][[2, 1]]) <= 1e-5
+        steps.step([context] * count, [1] * count)
+    states = steps.states["recurrent_state"][1 : count + 1].flip(0)
+    assert rms_error(state_in_float64(steps, 1000), states) <= 1e-5
 
 
-def test_state_after_a_thousand_drafts_some_of_which_are_rejected() -> None:
+@pytest.mark.parametrize("count", [2, 3])
+def test_state_after_a_thousand_drafts_some_of_which_are_rejected(count: int) -> None:
     """The last step has one row, so that the state holds every token."""
-    generator, steps, contexts = torch.Generator().manual_seed(4), delta_steps(3200, 2), [0, 0]
+    generator, steps, contexts = torch.Generator().manual_seed(4), delta_steps(3200, count), [0] * count
     steps.others["A_log"].fill_(-5.0)
     for _ in range(1000):
         length = int(torch.randint(1, DRAFT_ROWS + 1, (1,), generator=generator))
-        kept = torch.randint(1, length + 1, (2,), generator=generator).tolist()
+        kept = torch.randint(1, length + 1, (count,), generator=generator).tolist()
         steps.draft_step(contexts, length, kept)
-        contexts = [context + count for context, count in zip(contexts, kept, strict=True)]
-    steps.step(contexts, [1, 1])
+        contexts = [context + rows for context, rows in zip(contexts, kept, strict=True)]
+    steps.step(contexts, [1] * count)
     for b, context in enumerate(contexts):
         expected = state_in_float64(steps, context + 1)[b]
-        assert rms_error(expected, steps.states["recurrent_state"][2 - b]) <= 1e-5
+        assert rms_error(expected, steps.states["recurrent_state"][count - b]) <= 1e-5
 
 
 def test_convolution_over_a_thousand_drafts() -> None:

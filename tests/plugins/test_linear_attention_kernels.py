@@ -13,6 +13,7 @@ from op_steps import OpSteps
 
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.gated_delta_rule.cases import make_operands
+from qwen4exp_trt.plugins.kernels import Plan
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.plugins.sample_batches import normal, sample_batch
 from qwen4exp_trt.plugins.spec import OpSpec
@@ -34,6 +35,14 @@ def test_rows_to_replay_and_new_ones_in_two_chunks(dtype: torch.dtype) -> None:
     operands = make_operands(
         dtype, torch.Generator().manual_seed(0), [8, 1, 2], [30, 9, 7], [7, 7, 6], (1, 3, 68, 36), draft_rows=8
     )
+    check("gated_delta_rule", operands, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_that_share_a_head(dtype: torch.dtype) -> None:
+    """Few sequences: each block has 32 of a head's columns, and the last of them the outputs."""
+    operands = make_operands(dtype, torch.Generator().manual_seed(2), [7, 2], [30, 9], [6, 0], (1, 2, 40, 128), 8)
+    assert plan("gated_delta_rule", operands).launches[0].grid == (8, 2, 1)
     check("gated_delta_rule", operands, dtype)
 
 
@@ -79,18 +88,18 @@ def test_emulated_kernel_takes_rows_back(kept: Sequence[int]) -> None:
         )
 
 
-def plan(name: str, operands: dict[str, Any]) -> None:
+def plan(name: str, operands: dict[str, Any]) -> Plan:
     spec = all_specs()[name]
     tensors, attrs = spec.split_args(arguments(spec, operands))
     shapes = {key: list(tensor.shape) for key, tensor in tensors.items()}
-    spec.plan(shapes, {key: tensor.dtype for key, tensor in tensors.items()}, attrs, 48)
+    return spec.plan(shapes, {key: tensor.dtype for key, tensor in tensors.items()}, attrs, 48)
 
 
 @pytest.mark.parametrize(
     ("heads", "draft_rows", "message"),
     [
         ((2, 3, 8, 8), 8, "2 key heads of 8 and 3 value heads of 8"),
-        ((1, 1, 6, 8), 8, "heads whose dims 4 divides"),
+        ((1, 1, 6, 8), 8, "of dims that 4 divides"),
         ((1, 1, 512, 512), 8, "at most 32768 elements"),
         ((1, 1, 8, 8), 9, "a ring of 18 draft rows, expected an even number up to 16"),
     ],
