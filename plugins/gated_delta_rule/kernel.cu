@@ -28,7 +28,7 @@ constexpr float L2_EPS = 1e-6f;
 
 struct Shared {
   float k[CHUNK][KEYS], q[CHUNK][KEYS];          // normalized; q scaled
-  float v[CHUNK][VALUES], gate[CHUNK][VALUES];   // of the outputs
+  float v[CHUNK][VALUES], z[CHUNK][VALUES];
   float norm_weight[VALUE_DIM];
   float u[ROW_GROUPS][CHUNK][VALUES];            // of each group of rows; after that, u[0] is delta
   float w[ROW_GROUPS][CHUNK][VALUES];            // after that, w[0] is o
@@ -152,7 +152,7 @@ __device__ __forceinline__ void stage_row(Shared& shared, int j, const RawRow& r
     }
     if (place < VALUES) {
       shared.v[j][place] = raw.v[i / 4][i % 4];
-      if (SLICES == 1) shared.gate[j][place] = gate_of(raw.z[i / 4][i % 4]);
+      if (SLICES == 1) shared.z[j][place] = raw.z[i / 4][i % 4];
     }
   }
   if (threadIdx.x % WARP == 0) {
@@ -307,9 +307,9 @@ __device__ __forceinline__ void advance_state(float (&state)[ROWS][COLUMNS], con
   }
 }
 
-// The gated norm of a row whose o and gates the lanes of a warp have, if it `exists`.
+// The gated norm of a row whose o and z the lanes of a warp have, if it `exists`.
 __device__ __forceinline__ void store_output(const Shared& shared, const float (&o)[4 * FOURS],
-                                             const float (&gates)[4 * FOURS], ACTIVATION* out, float eps, bool exists) {
+                                             const float (&z)[4 * FOURS], ACTIVATION* out, float eps, bool exists) {
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < 4 * FOURS; ++i) squares += o[i] * o[i];
@@ -321,7 +321,7 @@ __device__ __forceinline__ void store_output(const Shared& shared, const float (
     float values[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      values[c] = o[4 * i + c] * scale * shared.norm_weight[place + c] * gates[4 * i + c];
+      values[c] = o[4 * i + c] * scale * shared.norm_weight[place + c] * gate_of(z[4 * i + c]);
     store_packed(out + place, pack<ACTIVATION>(values));
   }
 }
@@ -331,13 +331,13 @@ __device__ __forceinline__ void store_outputs(const Shared& shared, int from, in
 #pragma unroll 1
   for (int first = from; first < to; first += WARPS) {
     const int row = first + threadIdx.x / WARP, j = min(row, to - 1);
-    float o[4 * FOURS], gates[4 * FOURS];
+    float o[4 * FOURS], z[4 * FOURS];
 #pragma unroll
     for (int i = 0; i < 4 * FOURS; ++i) {
       const int place = lane_place(i / 4) + i % 4;
-      o[i] = place < VALUES ? shared.w[0][j][place] : 0.f, gates[i] = place < VALUES ? shared.gate[j][place] : 0.f;
+      o[i] = place < VALUES ? shared.w[0][j][place] : 0.f, z[i] = place < VALUES ? shared.z[j][place] : 0.f;
     }
-    store_output(shared, o, gates, out + int64(row - from) * VALUE_WIDTH, eps, row < to);
+    store_output(shared, o, z, out + int64(row - from) * VALUE_WIDTH, eps, row < to);
   }
 }
 
@@ -349,9 +349,9 @@ __device__ __forceinline__ void join_slices(const Shared& shared, const Operands
   for (int first = 0; first < sequence.length; first += WARPS) {
     const int row = first + threadIdx.x / WARP;
     const int64 token = sequence.start + min(row, sequence.length - 1);
-    Four z[FOURS];
-    load_lanes<VALUE_DIM>(z, gates(operands, token));
-    float o[4 * FOURS], gates[4 * FOURS];
+    Four raw[FOURS];
+    load_lanes<VALUE_DIM>(raw, gates(operands, token));
+    float o[4 * FOURS], z[4 * FOURS];
 #pragma unroll
     for (int i = 0; i < FOURS; ++i) {
       const bool exists = lane_place(i) < VALUE_DIM;
@@ -360,9 +360,9 @@ __device__ __forceinline__ void join_slices(const Shared& shared, const Operands
       o[4 * i] = exists ? four.x : 0.f, o[4 * i + 1] = exists ? four.y : 0.f;
       o[4 * i + 2] = exists ? four.z : 0.f, o[4 * i + 3] = exists ? four.w : 0.f;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) gates[4 * i + c] = gate_of(z[i][c]);
+      for (int c = 0; c < 4; ++c) z[4 * i + c] = raw[i][c];
     }
-    store_output(shared, o, gates, out + token * VALUE_WIDTH, eps, row < sequence.length);
+    store_output(shared, o, z, out + token * VALUE_WIDTH, eps, row < sequence.length);
   }
 }
 
