@@ -387,7 +387,6 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
                  float eps) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
-  const int warp = threadIdx.x / WARP;
   const Operands operands = {conv_out, qkvz, ba, draft_rows};
   const float rate = -expf(to_float(A_log[my_head()])), bias = to_float(dt_bias[my_head()]);
 #pragma unroll 1
@@ -405,7 +404,7 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   constexpr bool GUESSES = SLICES > 1;
   const int2 lengths = *reinterpret_cast<const int2*>(committed_len);
   RawRow raw = {};
-  if (GUESSES) raw = load_row(step, operands, warp);
+  if (GUESSES) raw = load_row(step, operands, threadIdx.x / WARP);
   float state[ROWS][COLUMNS];
   load_state(state, recurrent, sequence.context > 0);
   if (sequence.context > 0)
@@ -421,19 +420,19 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     if (first > 0) __syncthreads();
 #pragma unroll
     for (int round = 0; round < CHUNK; round += WARPS) {
-      const int j = round + warp;
+      const int j = round + threadIdx.x / WARP;
       if (!GUESSES || round + first + step.pending > 0) raw = load_row(step, operands, first + j);
       stage_row(shared, j, raw, rate, bias, j < count);
       if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raw);
     }
-    raw = {};
+    if (GUESSES) raw = {};
     __syncthreads();
     multiply_pairs(shared, count);
     multiply_state(shared, state, count);
     __syncthreads();
     const int from = max(step.pending - first, 0), kept = min(max(step.committed() - first, 0), count);
     const int64 output = (sequence.start + first + from - step.pending) * int64(VALUE_WIDTH) + my_value();
-    if (warp < COLUMN_GROUPS) solve_columns(shared, count, from, slices + output);
+    if (threadIdx.x < COLUMN_GROUPS * WARP) solve_columns(shared, count, from, slices + output);
     __syncthreads();
     if (SLICES > 1 && first + count == step.rows() && threadIdx.x == 0)
       is_last = is_last_arrival(counters + blockIdx.y * V_HEADS + my_head(), SLICES);
