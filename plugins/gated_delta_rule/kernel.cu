@@ -110,7 +110,7 @@ __device__ __forceinline__ float gate_of(float z) { return SILU_GATE ? silu(z) :
 
 // Row `row` of the step, zeros behind its last one.
 __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& operands, int row) {
-  const int head = my_head(), key = my_key(), value = my_value();
+  const int head = made_anew(my_head()), key = made_anew(my_key()), value = made_anew(my_value());
   RawRow raw = {};
   if (row < step.pending) {
     const ACTIVATION* from = draft_row(step, operands, row);
