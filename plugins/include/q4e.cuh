@@ -197,6 +197,17 @@ __device__ __forceinline__ void sine_cosine(float angle, float* sine, float* cos
   *cosine = __cosf(reduced);
 }
 
+// --- registers --------------------------------------------------------------------------------------------------
+
+// `x`, of which the compiler does not see where it comes from: what is made of it in a loop is made there each time, and
+// takes no register outside.
+__device__ __forceinline__ int made_anew(int x) {
+#ifndef Q4E_EMULATE
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
 // --- memory -----------------------------------------------------------------------------------------------------
 
 // 16 bytes of data that is used once: kept out of L1. Not `.nc`: the compiler moves such a load, as any by `__ldg`, behind
