@@ -36,7 +36,7 @@ def moe_cases(hidden: int, sample_projections: SampleProjections) -> tuple[Case,
         return Case(name, make)
 
     return (
-        case("one token", [1], 16, 4),
+        case("one token", [1], 8, 3),
         case("raw probabilities", [19], 8, 3, norm=0),
         case("every expert", [3, 1], 4, 4),
         case("mixed", [1, 6, 1], 8, 3, padding_seqs=2, padding_rows=3),
