@@ -38,12 +38,13 @@ def _look_up(program: Program, gather: fx.Node) -> None:
         raise PassError(
             f"{gather.name} reads rows that are not those of a ple_hash of its own, but of {hash_node.name}"
         )
-    op = spec_of(gather.target)
-    assert op is not None
+    op, hash_op = spec_of(gather.target), spec_of(hash_node.target)
+    assert op is not None and hash_op is not None
     placeholders = program.placeholders()
     weights = {placeholders[spec.name]: spec for spec in program.weights}
-    hashed, attrs = spec_of(hash_node.target).split_args(hash_node.args)  # type: ignore[union-attr]
-    (state,) = [spec for spec in program.states if placeholders[spec.name] is hashed["ngram_ids"]]
+    hashed, attrs = hash_op.split_args(hash_node.args)
+    token_ids = hashed[hash_op.states[0].name]
+    (state,) = [spec for spec in program.states if placeholders[spec.name] is token_ids]
     value = gather.meta["val"]
     spec = NgramRowsSpec(
         state.name.rpartition(".")[0] + ".ngram_embeddings",
@@ -58,7 +59,7 @@ def _look_up(program: Program, gather: fx.Node) -> None:
     gather.replace_all_uses_with(program.placeholders()[spec.name])
     program.graph.erase_node(gather)
     program.graph.erase_node(hash_node)
-    program.graph.erase_node(hashed["ngram_ids"])
+    program.graph.erase_node(token_ids)
     program.states = tuple(spec for spec in program.states if spec is not state)
 
 

@@ -16,7 +16,8 @@ MOST_ROWS = 512
 """Rows of a step that are routed together: what bounds the workspace."""
 MOST_EXPERTS = 1024
 MOST_CHOICES = 64
-FEW_ROWS = 16
+ROUTER_WARPS = 16
+FEW_ROWS = 1
 """Up to so many, a warp computes one router row for all of them; from there on tensor cores do."""
 
 Defines = tuple[tuple[str, int | float | str], ...]
@@ -137,7 +138,7 @@ def moe_launches(call: Call) -> Iterator[Launch]:
         "chosen": call.scratch(entries, dtype=torch.int32),
         "weights": call.scratch(entries),
         "order": call.scratch(entries, dtype=torch.int32),
-        "items": call.scratch(entries, 3, dtype=torch.int32),
+        "items": call.scratch(entries, 4, dtype=torch.int32),
         "num_items": call.scratch(1, dtype=torch.int32),
         "hidden": call.scratch(entries, max(sizes.routed.inner, sizes.shared.inner), dtype=sizes.activation),
         "outputs": call.scratch(entries, sizes.hidden),
@@ -155,8 +156,8 @@ def _sizes(call: Call) -> Sizes:
     experts, choices = call["router_weight"].shape[0], call.attrs["num_experts_per_tok"]
     if not 1 <= choices <= min(experts, MOST_CHOICES) or experts > MOST_EXPERTS:
         raise PluginError(
-            f"the CUDA kernels of a mixture of experts take up to {MOST_EXPERTS} experts, of which a token chooses 1 to "
-            f"{MOST_CHOICES}; got {experts} experts and num_experts_per_tok = {choices}"
+            f"the CUDA kernels of a mixture of experts take up to {MOST_EXPERTS} experts, of which a token chooses 1 "
+            f"to {MOST_CHOICES}; got {experts} experts and num_experts_per_tok = {choices}"
         )
     return Sizes(
         hidden=call["x"].shape[1],
@@ -176,12 +177,13 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
     args = (call["x"], call["router_weight"], call["shared_expert_gate"], rows.logits, *rows.span)
     defines = (*sizes.routing, ("HIDDEN", sizes.hidden))
     if rows.count > FEW_ROWS and sizes.on_tensor_cores and sizes.experts % 16 == 0:
-        warps, group = 4, 32
+        warps = _largest_divisor(sizes.hidden // BF16.step, ROUTER_WARPS)
+        group = 32 if rows.count > 16 else 8 * -(-rows.count // 8)
         return Launch(
             Kernel(
                 "moe/router_tiles.cu",
                 "router_tiles",
-                (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 4)),
+                (*defines, ("WARPS", warps), ("GROUP", group), ("STEPS_AHEAD", 5)),
             ),
             grid=(sizes.experts // 16 + 1, -(-rows.count // group), 1),
             threads=warps * WARP,
@@ -191,8 +193,8 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
     vectors = int(sizes.hidden * item_bytes % 16 == 0 and sizes.hidden * item_bytes <= 16 * 1024)
     activation = ("ACTIVATION", c_type(sizes.activation))
     return Launch(
-        Kernel("moe/router.cu", "router_logits", (*defines, activation, ("TOKENS", FEW_ROWS), ("VECTORS", vectors))),
-        grid=(-(-(sizes.experts + 1) // 4), -(-rows.count // FEW_ROWS), 1),
+        Kernel("moe/router.cu", "router_logits", (*defines, activation, ("TOKENS", 16), ("VECTORS", vectors))),
+        grid=(-(-(sizes.experts + 1) // 4), -(-rows.count // 16), 1),
         threads=4 * WARP,
         args=args,
     )
@@ -217,14 +219,22 @@ def _one_token(call: Call, sizes: Sizes, rows: Rows) -> Iterator[Launch]:
     routed_warps, shared_warps = _one_token_warps(sizes)
     defines = (
         *sizes.groups,
-        *(("GROUP", 8), ("NORMALIZED", sizes.normalized), ("SHARED_WARPS", shared_warps)),
+        *(("GROUP", 8), ("SHARED_WARPS", shared_warps)),
         *(("ROUTED_TILES", 1), ("SHARED_TILES", 1), ("ROUTED_AHEAD", ONE_AHEAD), ("SHARED_AHEAD", ONE_AHEAD)),
     )
     yield Launch(
         Kernel("moe/down_one.cu", "down_one", defines),
         grid=(sizes.hidden // ONE_ROWS, 1, 1),
         threads=(routed_warps + shared_warps) * WARP,
-        args=(*sizes.routed.args("down"), *sizes.shared.args("down"), rows.logits, rows.hidden, call["out"]),
+        args=(
+            *sizes.routed.args("down"),
+            *sizes.shared.args("down"),
+            rows.logits,
+            rows.chosen,
+            rows.weights,
+            rows.hidden,
+            call["out"],
+        ),
     )
 
 
@@ -281,6 +291,7 @@ class Shape:
     tiles: int
     loads: int
     blocks: int
+    prefetch: int = 0
 
     def tiles_of(self, experts: Experts) -> int:
         """A row of 16 bits is long enough for one tile."""
@@ -292,11 +303,13 @@ class Shape:
             *(("ROUTED_TILES", tiles), ("ROUTED_AHEAD", max(1, self.loads // (2 * tiles)))),
             *(("SHARED_TILES", shared_tiles), ("SHARED_AHEAD", max(1, self.loads // (2 * shared_tiles)))),
             ("MIN_BLOCKS", self.blocks),
+            ("PREFETCH", self.prefetch),
         )
 
 
-GATE_UP, DOWN = Shape(warps=5, tiles=2, loads=8, blocks=4), Shape(warps=4, tiles=2, loads=8, blocks=4)
-GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=2), Shape(warps=4, tiles=2, loads=8, blocks=2)
+GATE_UP_ONE = Shape(warps=5, tiles=2, loads=8, blocks=4, prefetch=3)
+GATE_UP, DOWN = Shape(warps=2, tiles=2, loads=8, blocks=8), Shape(warps=4, tiles=1, loads=10, blocks=5)
+GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=3), Shape(warps=4, tiles=2, loads=8, blocks=3)
 """For groups of more than 8 tokens."""
 
 
@@ -308,7 +321,7 @@ def _gate_up(
     call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, routed_groups: int, one_token: int
 ) -> Launch:
     routed, shared = sizes.routed, sizes.shared
-    shape = GATE_UP if group == 8 else GATE_UP_16
+    shape = GATE_UP_ONE if one_token else GATE_UP if group == 8 else GATE_UP_16
     tiles, shared_tiles = shape.tiles_of(routed), shape.tiles_of(shared)
     shared_blocks = shared_groups * (shared.inner // (8 * shared_tiles))
     steps = math.gcd(sizes.hidden // routed.format.step, sizes.hidden // shared.format.step)
@@ -316,7 +329,7 @@ def _gate_up(
     defines = (
         *sizes.groups,
         *shape.defines(sizes),
-        *(("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token)),
+        *(("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token), ("NORMALIZED", sizes.normalized)),
     )
     return Launch(
         Kernel("moe/gate_up.cu", "gate_up", defines),
@@ -326,10 +339,14 @@ def _gate_up(
             call["x"],
             *routed.args("gate_up"),
             *shared.args("gate_up"),
-            *(rows.logits, rows.order, rows.items, rows.num_items, call["query_start_loc"], call["num_seqs"]),
+            *(rows.logits, rows.chosen, rows.weights, rows.order, rows.items, rows.num_items),
+            *(call["query_start_loc"], call["num_seqs"]),
+            *routed.args("down")[:2],
+            *shared.args("down")[:2],
             rows.hidden,
             *rows.span,
             shared_blocks,
+            shape.blocks * call.num_sms,
         ),
         shared_bytes=4 * warps * 16 * max(tiles, shared_tiles) * group,
     )
@@ -351,6 +368,7 @@ def _down(call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, 
             rows.outputs,
             *rows.span,
             shared_blocks,
+            shape.blocks * call.num_sms,
         ),
     )
 

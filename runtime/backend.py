@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES, NgramRows
+from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import Progress
@@ -33,7 +34,7 @@ from qwen4exp_trt.runtime.sampler import (
     sample,
     sampling_operands,
 )
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, NgramRowsSpec, StateSpec, extent_of
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
@@ -45,24 +46,10 @@ BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
-    """Runs steps over states that it owns."""
+    """Runs steps over states that it owns. It may sample as well: see `EagerBackend.sample`."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
-        ...
-
-
-@runtime_checkable
-class SamplingBackend(Protocol):
-    """A backend that also samples, so that nothing but the sampled tokens has to leave the GPU."""
-
-    def sample(
-        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
-    ) -> list[SampledToken | None]:
-        """Run one step, update the states, and sample as `sampler.sample` does from row i of the logits for request i.
-
-        ``inputs`` may ask for logits of more rows.
-        """
         ...
 
 
@@ -70,8 +57,8 @@ class EagerBackend:
     """A program itself in torch: op by op on a CPU, and on a GPU by the ops' CUDA kernels.
 
     On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op. ``states``
-    and ``weights`` are those of the program by name, on ``device``; ``rows`` complete the inputs of its steps, which
-    are within ``limits``.
+    and ``weights`` are those of the program by name, on ``device``; steps are within ``limits``. ``rows`` complete
+    their inputs, if the program takes rows of a table that is on disk.
     """
 
     def __init__(
@@ -79,21 +66,25 @@ class EagerBackend:
         program: Program,
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
-        rows: NgramRows,
         limits: EngineLimits,
         device: torch.device,
+        rows: NgramRows | None = None,
     ) -> None:
         self.program, self.states, self.weights, self.rows, self.device = program, states, weights, rows, device
         self.limits = limits
-        self._graphs = None
+        self._graphs, self._program_for_few = None, program
         if device.type == "cuda":
+            self._program_for_few = with_own_linears(program)
             self._pool = torch.cuda.graph_pool_handle()
             self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device, self._pool)
         self._sampling_graphs: dict[int | None, DecodeGraphs] = {}
         """Steps that end with the sampled tokens, by the limit of their ids."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self._run(self.rows.complete(inputs))
+        return self._run(self._completed(inputs))
+
+    def _completed(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return inputs if self.rows is None else self.rows.complete(inputs)
 
     def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         if self._graphs is None:
@@ -108,19 +99,20 @@ class EagerBackend:
     def sample(
         self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
     ) -> list[SampledToken | None]:
-        """`SamplingBackend.sample`; in a captured step the tokens are all that the host waits for."""
-        inputs, graphs = self.rows.complete(inputs), self._graphs_that_sample(vocab_limit)
-        if graphs is not None:
-            with torch.cuda.device(self.device), _steps_that_fit(self.device):
-                results = graphs.run({**inputs, **sampling_operands(requests)})
-            if results is not None:
-                return self._report(results, requests, vocab_limit)
+        """Run one step, update the states, and sample as `sampler.sample` does from row i of the logits for request i.
+
+        Of a captured step the tokens are all that the host waits for. ``inputs`` may ask for logits of more rows.
+        """
+        if self._graphs is None:
+            return sample(self.run(inputs)[: len(requests)], requests, vocab_limit)
+        inputs = self._completed(inputs)
+        with torch.cuda.device(self.device), _steps_that_fit(self.device):
+            results = self._graphs_that_sample(vocab_limit).run({**inputs, **sampling_operands(requests)})
+        if results is not None:
+            return self._report(results, requests, vocab_limit)
         return sample(self._run(inputs)[: len(requests)], requests, vocab_limit)
 
-    def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs | None:
-        if self._graphs is None:
-            return None
-
+    def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs:
         def execute(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             logits = self._execute(inputs)["logits"]
             return {"logits": logits, "drawn": draw(logits, logits, inputs, vocab_limit)}
@@ -138,13 +130,16 @@ class EagerBackend:
         logits = results["logits"][: len(requests)]
         tokens = report(results["drawn"].cpu(), logits, requests, vocab_limit)
         rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
-        for row, token in zip(rows, sample(logits[rows].float(), [requests[row] for row in rows], vocab_limit)):
-            tokens[row] = token
+        if rows:
+            again = sample(logits[rows].float(), [requests[row] for row in rows], vocab_limit)
+            tokens = [again.pop(0) if row in rows else token for row, token in enumerate(tokens)]
         return tokens
 
     def _execute(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        has_few = len(inputs["input_ids"]) <= MOST_TOKENS
+        program = self._program_for_few if has_few else self.program
         with exact_matmuls():
-            return self.program.run(inputs, self.states, self.weights)
+            return program.run(inputs, self.states, self.weights)
 
 
 def load_eager_backend(
@@ -168,10 +163,12 @@ def load_eager_backend(
     logger.info("loading %d weights from %s", len(program.weights), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
         weights = load_weights(program.weights, reader, device, progress, manifest.host_weights)
-    rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, row_cache_bytes)
+    rows = None
+    if any(isinstance(spec, NgramRowsSpec) for spec in program.inputs):
+        rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, row_cache_bytes)
     if device.type == "cuda":
         use_cubins(folder / KERNELS_DIR)
-    return EagerBackend(program, states, weights, rows, limits, device)
+    return EagerBackend(program, states, weights, limits, device, rows)
 
 
 def _check_memory(
@@ -220,7 +217,7 @@ def make_backend(
     trt = load_trt(name)
     check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
     loaded = load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
-    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen)
+    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen, loaded.rows)
 
 
 def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:

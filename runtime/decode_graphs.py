@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ Execute = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Runs a step on inputs by name, all on the GPU, and returns its results there by name."""
 
 
-Pool = tuple[int, int]
+Pool = Any
 """The memory of graphs of which one runs at a time, as `torch.cuda.graph_pool_handle` makes it."""
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import RequestError
-from qwen4exp_trt.runtime.backend import Backend, SamplingBackend
+from qwen4exp_trt.runtime.backend import Backend
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
@@ -111,8 +111,9 @@ class EngineCore:
     def _sample(self, inputs: Mapping[str, Tensor], requests: SequenceOf[SampleRequest]) -> list[SampledToken | None]:
         """Run a step and sample from its first rows of logits."""
         vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
-        if isinstance(self.backend, SamplingBackend):
-            return self.backend.sample(inputs, requests, vocab_limit)
+        run_and_sample = getattr(self.backend, "sample", None)
+        if run_and_sample is not None:
+            return run_and_sample(inputs, requests, vocab_limit)
         return sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)
 
     def score(self, token_ids: Iterable[Any]) -> Tensor:

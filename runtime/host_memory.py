@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ def map_into_gpu(tensor: Tensor, name: str) -> Tensor:
     Torch's own pinned memory comes in powers of two: a table of 48 GiB would take 64. `BundleError` naming the weight
     ``name`` if the memory cannot be pinned.
     """
-    runtime = torch.cuda.cudart()
+    runtime: Any = torch.cuda.cudart()
     address, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     if size:
         status = runtime.cudaHostRegister(address, size, 0)

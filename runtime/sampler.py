@@ -30,6 +30,8 @@ SAMPLING_INPUTS = tuple(
     )
 )
 """What ``q4e::sample_tokens`` takes for each row of logits. Zeros are greedy."""
+_NUMPY_DTYPES = {"float32": np.float32, "int32": np.int32, "int64": np.uint64}
+"""Seeds have all 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,12 @@ def sampling_operands(requests: Sequence[SampleRequest]) -> dict[str, Tensor]:
         "top_k": [each.top_k for each in params],
         "top_p": [each.top_p for each in params],
         "min_p": [each.min_p for each in params],
+        "seeds": [request.seed % 2**64 for request in requests],
         "offsets": [request.history.num_output_tokens for request in requests],
     }
-    seeds = np.array([request.seed % 2**64 for request in requests], dtype=np.uint64)
-    dtypes = {spec.name: getattr(torch, spec.dtype) for spec in SAMPLING_INPUTS}
-    operands = {name: torch.tensor(value, dtype=dtypes[name]) for name, value in values.items()}
-    return operands | {"seeds": torch.from_numpy(seeds.view(np.int64))}
+    arrays = {spec.name: np.array(values[spec.name], dtype=_NUMPY_DTYPES[spec.dtype]) for spec in SAMPLING_INPUTS}
+    arrays["seeds"] = arrays["seeds"].view(np.int64)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def draw(logits: Tensor, raw_logits: Tensor, operands: Mapping[str, Tensor], vocab_limit: int | None) -> Tensor:

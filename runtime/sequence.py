@@ -6,8 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk, logprobs_from_sampled
@@ -25,9 +24,9 @@ class Memory:
     blocks: list[int]
 
     @cached_property
-    def block_row(self) -> Tensor:
+    def block_row(self) -> np.ndarray:
         """``blocks`` as int32: there may be thousands, which no step has to convert again."""
-        return torch.tensor(self.blocks, dtype=torch.int32)
+        return np.array(self.blocks, dtype=np.int32)
 
 
 class Sequence:

@@ -4,8 +4,8 @@
 constexpr int THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-combine(const float* outputs, const float* weights, const float* logits, const int* query_start_loc, const int* num_seqs,
-        ACTIVATION* out, int first_token, int tokens) {
+combine(const float* outputs, const float* weights, const float* logits, const int* query_start_loc,
+        const int* num_seqs, ACTIVATION* out, int first_token, int tokens) {
   const int column = blockIdx.x * THREADS + threadIdx.x, token = blockIdx.y;
   wait_for_previous();
   start_next();

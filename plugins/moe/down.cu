@@ -1,39 +1,40 @@
-// down h of the routed experts and of the shared one, a row of `outputs` for each entry. A warp computes 16 * ROUTED_TILES rows for
-// a group of tokens.
-// HIDDEN; WARPS; ROUTED_TILES, ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of `RowTiles`; and the macros of groups.cuh.
+// down h of the routed experts and of the shared one, a row of `outputs` for each entry. A warp computes 16 *
+// ROUTED_TILES rows for a group of tokens. HIDDEN; WARPS; ROUTED_TILES, ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of
+// `RowTiles`; and the macros of groups.cuh.
 #include "moe/groups.cuh"
 
 constexpr int THREADS = WARPS * WARP;
 
-struct Step {
-  const bf16* hidden;
-  const int* order;
-  const Item* items;
-  const int *num_items, *query_start_loc, *num_seqs;
-  float* outputs;
-  int first_token, tokens;
-};
-
 // What `route` wrote may be read before this kernel's turn: the one before it waited for `route` and let this one start
 // behind that.
 template <typename Format, int COLUMNS, int T, int AHEAD>
-__device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Step& step) {
+__device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Lists& lists,
+                                    const bf16* hidden, float* outputs, int wave) {
   constexpr int BLOCKS = HIDDEN / (16 * T * WARPS);
   const int index = block / BLOCKS, row = (block % BLOCKS * WARPS + threadIdx.x / WARP) * (16 * T);
   const int lane = threadIdx.x % WARP;
-  Group group =
-      is_shared ? shared_group(index, real_tokens(step.query_start_loc, step.num_seqs, step.first_token, step.tokens), step.tokens)
-                : routed_group(index, step.num_items, step.items, step.order);
+  const Group group = lists.group(is_shared, index);
   if (group.count == 0) {
     wait_for_previous();
     return;
   }
+  if constexpr (PREFETCH & 1) {
+    if (lane == 31) prefetch_rows<Format>(matrix<Format>(experts, group.expert, HIDDEN, COLUMNS), row, 16 * T, COLUMNS);
+  }
   const Weights weights = matrix<Format>(experts, group.expert, HIDDEN, COLUMNS);
   RowTiles<Format, COLUMNS, T, 16, COLUMNS / Format::STEP, AHEAD> tiles(weights, row + lane / 4, row + lane / 4 + 8, 0);
+  if constexpr (PREFETCH & 4) {
+    if (!is_shared && lane == 31) {
+      const Group later = lists.group(false, (block + wave) / BLOCKS);
+      const int later_row = ((block + wave) % BLOCKS * WARPS + threadIdx.x / WARP) * (16 * T);
+      if (later.count != 0)
+        prefetch_rows<Format>(matrix<Format>(experts, later.expert, HIDDEN, COLUMNS), later_row, 16 * T, COLUMNS);
+    }
+  }
   const float scale = sum_scale<Format>(weights, 0);
   const bf16* tokens[N];
 #pragma unroll
-  for (int n = 0; n < N; ++n) tokens[n] = step.hidden + int64(group.entry(8 * n + lane / 4)) * HIDDEN_PITCH;
+  for (int n = 0; n < N; ++n) tokens[n] = hidden + int64(group.entry(8 * n + lane / 4)) * HIDDEN_PITCH;
   wait_for_previous();
   start_next();
   float sums[T][N][4];
@@ -44,7 +45,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     for (int right = 0; right < 2; ++right) {
       int column = 8 * n + lane % 4 * 2 + right;
       if (column >= group.count) continue;
-      float* to = step.outputs + int64(group.entry(column)) * HIDDEN + row + lane / 4;
+      float* to = outputs + int64(group.entry(column)) * HIDDEN + row + lane / 4;
 #pragma unroll
       for (int tile = 0; tile < T; ++tile) {
         to[16 * tile] = sums[tile][n][right] * scale;
@@ -56,18 +57,19 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 down(const void* values, const void* block_scales, const float* global_scales, const void* shared_values,
      const void* shared_block_scales, const float* shared_global_scales, const bf16* hidden, const int* order,
-     const Item* items, const int* num_items, const int* query_start_loc, const int* num_seqs, float* outputs,
-     int first_token, int tokens, int shared_blocks) {
+     const int4* items, const int* num_items, const int* query_start_loc, const int* num_seqs, float* outputs,
+     int first_token, int tokens, int shared_blocks, int wave) {
   const Weights routed = {values, block_scales, global_scales};
   const Weights shared = {shared_values, shared_block_scales, shared_global_scales};
-  const Step step = {hidden, order, items, num_items, query_start_loc, num_seqs, outputs, first_token, tokens};
+  const Lists lists = {order, items, num_items, query_start_loc, num_seqs, first_token, tokens};
   const bool is_shared = int(blockIdx.x) < shared_blocks;
   const int block = is_shared ? blockIdx.x : blockIdx.x - shared_blocks;
   if constexpr (ALIKE) {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), is_shared, block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), is_shared, block, lists, hidden,
+                                                   outputs, wave);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, true, block, step);
+    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, true, block, lists, hidden, outputs, wave);
   } else {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, false, block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, false, block, lists, hidden, outputs, wave);
   }
 }

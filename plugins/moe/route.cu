@@ -1,5 +1,6 @@
-// Chooses the experts of each token and groups the tokens by expert. One warp a token; the last block makes the lists.
-// EXPERTS, CHOICES; NORMALIZED: 1 if the weights of a token sum to one; GROUP: tokens at most that share a read of an expert.
+// Chooses the experts of each token and groups the tokens by expert. One warp a token; the last block makes the
+// lists. EXPERTS, CHOICES; NORMALIZED: 1 if the weights of a token sum to one; GROUP: tokens at most that share a
+// read of an expert.
 #include "moe/routing.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP;
@@ -22,11 +23,11 @@ __device__ __forceinline__ uint32 sum_before(uint32 x) {
 }
 
 // `places` is for EXPERTS ints of shared memory. Entries are at most 65535: two sums fit a word.
-__device__ __forceinline__ void make_lists(const int* chosen, int entries, int* places, int* order, Item* items,
+__device__ __forceinline__ void make_lists(const int* chosen, int entries, int* places, int* order, int4* items,
                                            int* num_items) {
   for (int expert = threadIdx.x; expert < EXPERTS; expert += THREADS) places[expert] = 0;
   __syncthreads();
-  for (int entry = threadIdx.x; entry < entries; entry += THREADS) atomicAdd(&places[__ldcg(chosen + entry)], 1);
+  for (int entry = threadIdx.x; entry < entries; entry += THREADS) atomicAdd(&places[chosen[entry]], 1);
   __syncthreads();
   const int begin = min(EXPERTS, int(threadIdx.x) * PER_THREAD), end = min(EXPERTS, begin + PER_THREAD);
   uint32 counts = 0;
@@ -37,17 +38,18 @@ __device__ __forceinline__ void make_lists(const int* chosen, int entries, int* 
   for (int expert = begin; expert < end; ++expert) {
     int count = places[expert];
     places[expert] = first;
-    for (int done = 0; done < count; done += GROUP) items[item++] = {expert, first + done, min(GROUP, count - done)};
+    for (int done = 0; done < count; done += GROUP)
+      items[item++] = make_int4(expert, first + done, min(GROUP, count - done), 0);
     first += count;
   }
   if (threadIdx.x == THREADS - 1) *num_items = item;
   __syncthreads();
   for (int entry = threadIdx.x; entry < entries; entry += THREADS)
-    order[atomicAdd(&places[__ldcg(chosen + entry)], 1)] = entry;
+    order[atomicAdd(&places[chosen[entry]], 1)] = entry;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-route(const float* logits, int* chosen, float* weights, int* order, Item* items, int* num_items, uint32* counter,
+route(const float* logits, int* chosen, float* weights, int* order, int4* items, int* num_items, uint32* counter,
       const int* query_start_loc, const int* num_seqs, int first_token, int tokens) {
   DYNAMIC_SHARED(Candidates, candidates);  // one a warp
   __shared__ Choice choices[WARPS][CHOICES];
@@ -65,6 +67,7 @@ route(const float* logits, int* chosen, float* weights, int* order, Item* items,
       weights[token * CHOICES + i] = choice_weights[warp][i];
     }
   }
-  if (is_last_block(counter, gridDim.x))
+  if (gridDim.x == 1) __syncthreads();
+  if (gridDim.x == 1 || is_last_block(counter, gridDim.x))
     make_lists(chosen, real * CHOICES, reinterpret_cast<int*>(candidates), order, items, num_items);
 }

@@ -1,5 +1,5 @@
-// Router logits of a few tokens, and the logit of the shared expert's gate: a row of the router a warp.
-// HIDDEN, EXPERTS, CHOICES; ACTIVATION: bf16 or float; TOKENS: at most so many a block; VECTORS: rows start at multiples of
+// Router logits of a few tokens, and the logit of the shared expert's gate: a row of the router a warp. HIDDEN,
+// EXPERTS, CHOICES; ACTIVATION: bf16 or float; TOKENS: at most so many a block; VECTORS: rows start at multiples of
 // 16 bytes.
 #include "moe/routing.cuh"
 

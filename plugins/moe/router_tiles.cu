@@ -1,6 +1,6 @@
-// Router logits of many tokens on tensor cores, and the logits of the shared expert's gate. A block takes 16 rows of the
-// router and GROUP tokens, and its warps share the elements of x among them; the last block of a group takes the gate.
-// HIDDEN, EXPERTS, CHOICES; WARPS; GROUP: a multiple of 8; STEPS_AHEAD: of `RowTiles`.
+// Router logits of many tokens on tensor cores, and the logits of the shared expert's gate. A block takes 16 rows of
+// the router and GROUP tokens, and its warps share the elements of x among them; the last block of a group takes the
+// gate. HIDDEN, EXPERTS, CHOICES; WARPS; GROUP: a multiple of 8; STEPS_AHEAD: of `RowTiles`.
 #include "moe/routing.cuh"
 #include "moe/tiles.cuh"
 
@@ -32,7 +32,9 @@ router_tiles(const bf16* x, const bf16* router, const bf16* shared_gate, float* 
     }
     return;
   }
-  RowTiles<Bf16, HIDDEN, 1, 16, STEPS, STEPS_AHEAD> tiles({router, nullptr, nullptr}, row + lane / 4, row + lane / 4 + 8, warp * STEPS);
+  const int lane_row = row + lane / 4;
+  RowTiles<Bf16, HIDDEN, 1, 16, STEPS, STEPS_AHEAD> tiles({router, nullptr, nullptr}, lane_row, lane_row + 8,
+                                                          warp * STEPS);
   wait_for_previous();
   start_next();
   const bf16* rows[N];

@@ -8,11 +8,6 @@
 // Logits of a token, behind them that of the shared expert's gate; a multiple of 4.
 constexpr int LOGITS_PITCH = (EXPERTS + 4) / 4 * 4;
 
-// A group of tokens that share a read of an expert: entries `first` up to `first + count` of the order.
-struct Item {
-  int expert, first, count;
-};
-
 struct Choice {
   int expert;
   float logit;
@@ -33,11 +28,11 @@ struct Candidates {
   int experts[EXPERTS];
 };
 
-// By one warp: the CHOICES experts of largest logits, in descending order; a tie goes to the lower expert. All lanes see
-// `chosen` afterwards.
+// By one warp: the CHOICES experts of largest logits, in descending order; a tie goes to the lower expert. All lanes
+// see `chosen` afterwards.
 //
-// At least CHOICES lanes have a logit that is not below the CHOICES-th distinct one of the lanes' largest ones. So no expert
-// below it is chosen, which leaves a few candidates to rank.
+// At least CHOICES lanes have a logit that is not below the CHOICES-th distinct one of the lanes' largest ones. So no
+// expert below it is chosen, which leaves a few candidates to rank.
 __device__ __forceinline__ void choose_experts(const float* logits, Candidates& candidates, Choice* chosen) {
   constexpr int PER_LANE = ceil_div(EXPERTS, WARP);
   static_assert(PER_LANE <= 32, "a bit for each expert of a lane");
@@ -101,7 +96,8 @@ __device__ __forceinline__ void weigh_choices(const float* logits, const Choice*
 }
 
 // The rows of `tokens` rows from `first_token` on that belong to a sequence: they come first.
-__device__ __forceinline__ int real_tokens(const int* query_start_loc, const int* num_seqs, int first_token, int tokens) {
+__device__ __forceinline__ int real_tokens(const int* query_start_loc, const int* num_seqs, int first_token,
+                                           int tokens) {
   return max(0, min(tokens, query_start_loc[*num_seqs] - first_token));
 }
 

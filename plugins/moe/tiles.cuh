@@ -42,13 +42,24 @@ __device__ __forceinline__ int64 scale_bytes<Fp8Blocks>(int rows, int columns) {
   return int64(sizeof(float)) * ceil_div(rows, Fp8Blocks::BLOCK) * ceil_div(columns, Fp8Blocks::BLOCK);
 }
 
-// Matrix `index` of those of `rows` x `columns` that `weights` holds. Gate and up are two, and where rows are a multiple
-// of the blocks of scales they are one of twice the rows as well.
+// Matrix `index` of those of `rows` x `columns` that `weights` holds. Gate and up are two, and where rows are a
+// multiple of the blocks of scales they are one of twice the rows as well.
 template <typename Format>
 __device__ __forceinline__ Weights matrix(const Weights& weights, int index, int rows, int columns) {
   return {static_cast<const uint8*>(weights.values) + index * value_bytes<Format>(int64(rows) * columns),
           static_cast<const uint8*>(weights.block_scales) + index * scale_bytes<Format>(rows, columns),
           weights.global_scales + index};
+}
+
+// Asks for rows `first` up to `first + rows` of a matrix to be brought into L2. By one thread.
+template <typename Format>
+__device__ __forceinline__ void prefetch_rows(const Weights& weights, int first, int rows, int columns) {
+  prefetch_l2_bytes(static_cast<const uint8*>(weights.values) + value_bytes<Format>(int64(first) * columns),
+                    uint32(value_bytes<Format>(int64(rows) * columns)));
+  if constexpr (!Format::HAS_SUM_SCALES) {
+    const uint32 bytes = uint32(scale_bytes<Format>(rows, columns));
+    if (bytes) prefetch_l2_bytes(static_cast<const uint8*>(weights.block_scales) + scale_bytes<Format>(first, columns), bytes);
+  }
 }
 
 // What products with matrix `part` (0, or 1 for up) of a `matrix` have to be multiplied by.
@@ -67,8 +78,8 @@ __device__ __forceinline__ Weights behind(const Weights& weights, int rows, int 
           static_cast<const uint8*>(weights.block_scales) + scale_bytes<Format>(rows, columns), weights.global_scales};
 }
 
-// Products of one warp: TILES tiles of 16 rows of COLUMNS elements with groups of 8 tokens, in COUNT steps. The first rows
-// of two neighbouring tiles are TILE_ROWS apart. At most AHEAD steps of weights are on their way at a time.
+// Products of one warp: TILES tiles of 16 rows of COLUMNS elements with groups of 8 tokens, in COUNT steps. The first
+// rows of two neighbouring tiles are TILE_ROWS apart. At most AHEAD steps of weights are on their way at a time.
 template <typename Format, int COLUMNS, int TILES, int TILE_ROWS, int COUNT, int AHEAD>
 struct RowTiles {
   static constexpr int DEPTH = AHEAD < COUNT ? AHEAD : COUNT;

@@ -11,7 +11,9 @@ from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, c_type
 
 GROUPS = 16
 """Groups of an item of the scores, which share a best score, as in score.cuh and select.cu."""
-SCORE_THREADS = 512
+SCORE_THREADS = 128
+SCORE_BLOCKS = 5
+"""Blocks of scores a multiprocessor: as many as its registers hold."""
 TILE_ROWS = 32
 """Rows of a sequence that share a read of its keys."""
 SELECT_THREADS = (128, 512)
@@ -35,13 +37,13 @@ def launches(call: Call) -> Iterator[Launch]:
     score = _score_kernel(call, heads, ratio, count)
     least, most = SELECT_THREADS
     threads = min(max(1 << (-(-max_groups // SCORES_PER_THREAD) - 1).bit_length(), least), most)
-    defines = (("RATIO", ratio), ("COUNT", count), ("BLOCK_THREADS", threads))
+    defines = (("RATIO", ratio), ("COUNT", count), ("BLOCK_THREADS", threads), ("SCORED", int(needs_scores)))
     select = Kernel("qsa_select/select.cu", "select_groups", defines)
     for first in range(0, tokens, rows_at_once):
         rows = min(rows_at_once, tokens - first)
         if needs_scores:
             # One multiprocessor is left to a block of the choice, which is then in place when the scores are.
-            blocks = min(max(call.num_sms - 1, 1), (batch_size + rows // TILE_ROWS) * max_items)
+            blocks = min(SCORE_BLOCKS * max(call.num_sms - 1, 1), (batch_size + rows // TILE_ROWS) * max_items)
             yield Launch(
                 score,
                 grid=(blocks, 1, 1),

@@ -1,95 +1,123 @@
 // The COUNT groups of the highest scores of each row, ties to the lower group, in ascending order: a block for each
-// row. Macros: RATIO (tokens of a group), COUNT (groups to select), BLOCK_THREADS.
+// row. Macros: RATIO (tokens of a group), COUNT (groups to select), BLOCK_THREADS, SCORED (0 if no row can see more than
+// COUNT groups, and nothing scored them).
 //
 // Scores are bits of floats that are not negative, in the order of their values. The lowest one that is selected is
-// found in two searches, each of which counts scores in bins over the range where it must be and goes on in the bin
-// where it is. The first search is of the best scores of a few groups each: their COUNT-th highest bounds from below
-// what can be selected. The second is of the scores that reach this bound, which are few as a rule. How many come before
-// a score in the order of the groups then settles ties and places.
-//
-// The scores of a row are in shared memory if they fit; if not, the ones that reach the bound are. If even those have no
-// room, all are searched where they are.
+// found in two searches, each of which counts scores in bins and goes on in the bin where it must be. The first is of
+// the best scores of a few groups each: the COUNT-th highest of them bounds from below what can be selected. The scores
+// that reach this bound, the candidates, are few as a rule, and the second search is of them. If there are too many, it
+// is of all scores. How many come before a score in the order of the groups then settles ties and places.
 #include "q4e.cuh"
 
 constexpr int WARPS = BLOCK_THREADS / WARP;
-constexpr int GROUPS = 16;                  // that share a best score in memory
-constexpr int BINS = 4 * BLOCK_THREADS;     // of a count
-constexpr int CAPACITY = 16 * BLOCK_THREADS;  // scores in shared memory, or half as many with their groups
-constexpr int ROOM = 2 * BLOCK_THREADS;     // of best scores that may reach the bound
+constexpr int GROUPS = 16;                    // that share a best score in memory
+constexpr int BINS = 4 * BLOCK_THREADS;       // of a search
+constexpr int QUADS = 4;                      // of four scores each, that a thread holds
+constexpr int CAPACITY = 4 * QUADS * BLOCK_THREADS;
+constexpr int BEST_QUADS = 5;                 // of groups whose best score reaches the bound
+constexpr int MAX_BEST = BEST_QUADS * BLOCK_THREADS / (GROUPS / 4);
+constexpr int MAX_CANDIDATES = 8 * BLOCK_THREADS;
 static_assert(WARPS <= WARP, "the sums of the warps are summed by one");
 
-__device__ __forceinline__ uint4 load_quad(const uint32* scores) { return *reinterpret_cast<const uint4*>(scores); }
-
-// Which of the four reach `bound`, as bits.
-__device__ __forceinline__ uint32 reaching(const uint4& quad, uint32 bound) {
-  return uint32(quad.x >= bound) | uint32(quad.y >= bound) << 1 | uint32(quad.z >= bound) << 2 |
-         uint32(quad.w >= bound) << 3;
-}
-
-// The lowest `count` bits, at most 31 and none if it is negative.
-__device__ __forceinline__ uint32 low_bits(int count) { return (1u << max(count, 0)) - 1; }
-
-struct Prefix {
-  int before, total;  // sum over the threads before this one, and over all
+struct Candidate {
+  uint32 score;
+  int group;
 };
 
-// The block has to meet between two calls. Not inlined: code that runs once costs more to fetch than to call.
-__device__ __noinline__ Prefix block_prefix(int value) {
+struct Quad {
+  uint32 scores[4];
+
+  __device__ __forceinline__ uint32 best() const { return max(max(scores[0], scores[1]), max(scores[2], scores[3])); }
+  __device__ __forceinline__ uint32 worst() const { return min(min(scores[0], scores[1]), min(scores[2], scores[3])); }
+  __device__ __forceinline__ uint32 reaching(uint32 bound) const {  // as bits
+    return uint32(scores[0] >= bound) | uint32(scores[1] >= bound) << 1 | uint32(scores[2] >= bound) << 2 |
+           uint32(scores[3] >= bound) << 3;
+  }
+};
+
+// Four of `count` scores from `first` on; zeros are put for those that do not exist. The memory holds whole quads.
+__device__ __forceinline__ Quad load_quad(const uint32* scores, int first, int count) {
+  if (first >= count) return {};
+  const uint4 quad = *reinterpret_cast<const uint4*>(scores + first);
+  const int left = count - first;
+  return {{quad.x, left > 1 ? quad.y : 0, left > 2 ? quad.z : 0, left > 3 ? quad.w : 0}};
+}
+
+// How `count` quads are dealt out: to each warp the same number side by side, its lanes side by side, up to K times.
+// `of(k)` is this lane's k-th, or `count` if it has no such.
+struct Deal {
+  int count, per_warp;
+
+  __device__ explicit Deal(int count) : count(count), per_warp(ceil_div(count, WARPS)) {}
+  __device__ __forceinline__ int of(int k) const {
+    const int place = k * WARP + threadIdx.x % WARP;
+    return place < per_warp ? min(int(threadIdx.x / WARP) * per_warp + place, count) : count;
+  }
+  __device__ bool all_have_one() const { return count >= (WARPS - 1) * per_warp + WARP && per_warp >= WARP; }
+};
+
+struct Prefix {
+  int before, total;  // sum over the warps before this one, and over all
+};
+
+// Of values of whole warps. The block has to meet between two calls.
+__device__ __forceinline__ Prefix block_prefix(int of_warp) {
   __shared__ int sums[WARPS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  int sum = value;
+  if (lane == 0) sums[warp] = of_warp;
+  __syncthreads();
+  const unsigned sum = lane < WARPS ? sums[lane] : 0;
+  return {int(__reduce_add_sync(FULL_MASK, lane < warp ? sum : 0)), int(__reduce_add_sync(FULL_MASK, sum))};
+}
+
+// Sums over the lanes up to this one, of a word or of packed bytes.
+__device__ __forceinline__ uint32 warp_prefix(uint32 value) {
 #pragma unroll
   for (int lanes = 1; lanes < WARP; lanes *= 2) {
-    const int before = __shfl_up_sync(FULL_MASK, sum, lanes);
-    if (lane >= lanes) sum += before;
+    const uint32 before = __shfl_up_sync(FULL_MASK, value, lanes);
+    if (int(threadIdx.x % WARP) >= lanes) value += before;
   }
-  if (lane == WARP - 1) sums[warp] = sum;
-  __syncthreads();
-  const int of_warp = lane < WARPS ? sums[lane] : 0;
-  const unsigned earlier = __reduce_add_sync(FULL_MASK, unsigned(lane < warp ? of_warp : 0));
-  return {sum - value + int(earlier), int(__reduce_add_sync(FULL_MASK, unsigned(of_warp)))};
+  return value;
+}
+
+// For K masks of four bits, of quads that were dealt out: how many bits are set before each mask. Returns how many are.
+template <int K>
+__device__ __forceinline__ int block_places(const uint32 masks[K], int places[K]) {
+  uint32 own[ceil_div(K, 4)] = {}, sums[ceil_div(K, 4)], of_warp[ceil_div(K, 4)];
+#pragma unroll
+  for (int k = 0; k < K; ++k) own[k / 4] |= uint32(__popc(masks[k])) << (k % 4 * 8);  // a warp has at most 128
+#pragma unroll
+  for (int i = 0; i < ceil_div(K, 4); ++i) {
+    sums[i] = warp_prefix(own[i]);
+    of_warp[i] = __shfl_sync(FULL_MASK, sums[i], WARP - 1);
+  }
+  int count = 0;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const int shift = k % 4 * 8;
+    places[k] = count + int(((sums[k / 4] >> shift) & 255u) - ((own[k / 4] >> shift) & 255u));
+    count += (of_warp[k / 4] >> shift) & 255u;
+  }
+  const Prefix prefix = block_prefix(count);
+#pragma unroll
+  for (int k = 0; k < K; ++k) places[k] += prefix.before;
+  return prefix.total;
 }
 
 struct Range {
   uint32 low, high;
 };
 
-// Scores at any of which the block looks, four at a time.
-struct Scores {
-  const uint32* from;
-  int count;
-  bool only_best;  // of every four
-};
+// The least that a bin's width has to be shifted left, for all bins to cover the range.
+__device__ __forceinline__ int covering_shift(const Range& range) {
+  return max(0, 32 - __clz(int(range.high - range.low)) - (31 - __clz(BINS)));
+}
 
-// Copies `scores` into shared memory, if they have room, and finds the range of their COUNT-th highest. As soon as
-// COUNT threads know some of them, it is no lower than the lowest of their highest.
-__device__ __forceinline__ Range take(Scores& scores, uint32* kept) {
+// The range of the COUNT-th highest score, if each thread that has any gives the lowest and the highest of some. When
+// COUNT threads have, it is no lower than the lowest of their highest.
+__device__ __forceinline__ Range block_range(bool has_any, bool enough_have, uint32 lowest, uint32 highest) {
   __shared__ Range ranges[WARPS];
-  constexpr int BATCH = 4;
-  const bool has_room = scores.count <= CAPACITY, has_any = 4 * threadIdx.x < scores.count;
-  uint32 lowest = 0xffffffffu, highest = 0;
-#pragma unroll 1
-  for (int start = 4 * threadIdx.x; start < scores.count; start += BATCH * 4 * BLOCK_THREADS) {
-    uint4 quads[BATCH];
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int index = start + i * 4 * BLOCK_THREADS;
-      if (index < scores.count) quads[i] = load_quad(scores.from + index);
-    }
-#pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      const int index = start + i * 4 * BLOCK_THREADS, left = scores.count - index;
-      if (left <= 0) continue;
-      const uint4 quad = quads[i];
-      if (has_room) *reinterpret_cast<uint4*>(kept + index) = quad;
-      const uint32 y = left > 1 ? quad.y : quad.x, z = left > 2 ? quad.z : quad.x, w = left > 3 ? quad.w : quad.x;
-      lowest = min(lowest, min(min(quad.x, y), min(z, w)));
-      highest = max(highest, max(max(quad.x, y), max(z, w)));
-    }
-  }
-  if (has_room) scores.from = kept;
-  const bool enough_know = COUNT <= BLOCK_THREADS && scores.count > 4 * (COUNT - 1);
-  const uint32 low = __reduce_min_sync(FULL_MASK, !has_any ? 0xffffffffu : enough_know ? highest : lowest);
+  const uint32 low = __reduce_min_sync(FULL_MASK, !has_any ? 0xffffffffu : enough_have ? highest : lowest);
   const uint32 high = __reduce_max_sync(FULL_MASK, highest);
   if (threadIdx.x % WARP == 0) ranges[threadIdx.x / WARP] = {low, high};
   __syncthreads();
@@ -97,132 +125,138 @@ __device__ __forceinline__ Range take(Scores& scores, uint32* kept) {
   return {__reduce_min_sync(FULL_MASK, range.low), __reduce_max_sync(FULL_MASK, range.high)};
 }
 
-// The COUNT-th highest score is in a bin from `low` on, of `within` scores; `above` are higher than the bin.
-struct Threshold {
+// The bin where the COUNT-th highest score is: scores from `low` on, 2^`shift` wide. `within` are in it, `above` higher.
+struct Bin {
   uint32 low;
-  int above, within;
+  int shift, above, within;
 };
 
-// Narrows `range`, in which the COUNT-th highest of `scores` is and above which there is none, to a bin, until at most
-// `enough` are in it or above, or the bin is of a single score. `bins` are zero before and after.
-__device__ __forceinline__ Threshold find_threshold(const Scores& scores, int enough, Range range, uint32* bins) {
-  __shared__ Threshold found;
+// Finds the bin in `range`, above which there is no score, until at most `enough` are in it or above, or it is of a single
+// score. `visit(count)` calls `count` for each score. What is beyond the last bin of this width counts as in it, and is
+// searched if need be. `bins` are zero before and after.
+template <typename Visit>
+__device__ __forceinline__ Bin find_bin(Visit visit, Range range, int shift, int enough, uint32* bins) {
+  __shared__ Bin found;
   int above = 0;
 #pragma unroll 1
   while (true) {
-    const int shift = max(0, 32 - __clz(int(range.high - range.low)) - (31 - __clz(BINS)));
-#pragma unroll 1
-    for (int index = 4 * threadIdx.x; index < scores.count; index += 4 * BLOCK_THREADS) {
-      const uint4 quad = load_quad(scores.from + index);
-      uint32 items[4] = {quad.x, quad.y, quad.z, quad.w};
-      int left = scores.count - index;
-      if (scores.only_best) {
-#pragma unroll
-        for (int i = 1; i < 4; ++i) items[0] = max(items[0], i < left ? items[i] : 0u);
-        left = 1;
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32 place = items[i] - range.low;  // beyond the range if the score is lower
-        if (i < left && place <= range.high - range.low) atomicAdd(&bins[place >> shift], 1u);
-      }
-    }
+    visit([&](uint32 score) {
+      if (score >= range.low && score <= range.high)
+        atomicAdd(&bins[min((score - range.low) >> shift, uint32(BINS - 1))], 1u);
+    });
     __syncthreads();
-    const int first_bin = BINS - 4 * (threadIdx.x + 1);  // of four, from the highest
-    uint4* mine = reinterpret_cast<uint4*>(bins + first_bin);
+    const int first = BINS - 4 * (threadIdx.x + 1);  // of four bins, from the highest
+    uint4* mine = reinterpret_cast<uint4*>(bins + first);
     const int counts[4] = {int(mine->w), int(mine->z), int(mine->y), int(mine->x)};
     *mine = {0, 0, 0, 0};
-    int before = above + block_prefix(counts[0] + counts[1] + counts[2] + counts[3]).before;
+    const int own = counts[0] + counts[1] + counts[2] + counts[3], sum = int(warp_prefix(own));
+    int before = above + block_prefix(__shfl_sync(FULL_MASK, sum, WARP - 1)).before + sum - own;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (before < COUNT && COUNT <= before + counts[i])
-        found = {range.low + (uint32(first_bin + 3 - i) << shift), before, counts[i]};
+        found = {range.low + (uint32(first + 3 - i) << shift), shift, before, counts[i]};
       before += counts[i];
     }
     __syncthreads();
-    const Threshold result = found;
-    if (result.above + result.within <= enough || shift == 0) return result;
-    range = {result.low, result.low + (1u << shift) - 1};
-    above = result.above;
+    const Bin bin = found;
+    const bool is_open = (bin.low - range.low) >> shift == BINS - 1 && (range.high - bin.low) >> shift > 0;
+    if (bin.above + bin.within <= enough || (shift == 0 && !is_open)) return bin;
+    range = {bin.low, is_open ? range.high : bin.low + (1u << shift) - 1};
+    shift = covering_shift(range);
+    above = bin.above;
   }
 }
 
-// Collects the scores of at least `bound` with their groups, in the order of the groups. Returns how many they are, or -1
-// if they have no room. `best`: the best score of every 16 groups.
-__device__ __forceinline__ int collect(const uint32* scores, const Scores& best, int visible, uint32 bound,
-                                       uint32* kept_scores, int* kept_groups) {
-  __shared__ int places[ROOM];  // in `best` of those that reach the bound
-  const int share = ceil_div(best.count, 4 * BLOCK_THREADS) * 4, first = int(threadIdx.x) * share;
-  if (share > WARP) return -1;
-  uint32 mask = 0;
-#pragma unroll 1
-  for (int i = 0; i < share && first + i < best.count; i += 4)
-    mask |= (reaching(load_quad(best.from + first + i), bound) & low_bits(min(best.count - first - i, 4))) << i;
-  const Prefix bests = block_prefix(__popc(mask));
-  if (bests.total > ROOM) return -1;
-  int place = bests.before;
-  for (; mask != 0; mask &= mask - 1) places[place++] = first + __ffs(int(mask)) - 1;
-  __syncthreads();
-
-  int groups[2];
-  uint4 quads[2][GROUPS / 4];
+// The scores that reach `bound`, in the order of their groups, of those that the threads hold. Returns how many they are.
+// Too many are not stored.
+template <int K>
+__device__ __forceinline__ int store_candidates(const Quad quads[K], const int groups[K], uint32 bound, int visible,
+                                                Candidate* candidates) {
+  uint32 masks[K];
+  int places[K];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    groups[i] = places[min(2 * int(threadIdx.x) + i, bests.total - 1)] * GROUPS;
-#pragma unroll
-    for (int item = 0; item < GROUPS / 4; ++item) quads[i][item] = load_quad(scores + groups[i] + 4 * item);
+  for (int k = 0; k < K; ++k) {
+    const int left = visible - groups[k];
+    masks[k] = left <= 0 ? 0 : quads[k].reaching(bound) & (left < 4 ? (1u << left) - 1 : 15u);
   }
+  const int total = block_places<K>(masks, places);
+  if (total > MAX_CANDIDATES) return total;
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    uint32 bits = 0;
+  for (int k = 0; k < K; ++k) {
 #pragma unroll
-    for (int item = 0; item < GROUPS / 4; ++item) bits |= reaching(quads[i][item], bound) << (4 * item);
-    bits &= low_bits(min(visible - groups[i], GROUPS));
-    if (2 * int(threadIdx.x) + i < bests.total) mask |= bits << (i * GROUPS);
-  }
-  const Prefix candidates = block_prefix(__popc(mask));
-  if (candidates.total > CAPACITY / 2) return -1;
-  place = candidates.before;
-  for (; mask != 0; mask &= mask - 1) {
-    const int bit = __ffs(int(mask)) - 1, group = (bit < GROUPS ? groups[0] : groups[1]) + bit % GROUPS;
-    kept_scores[place] = scores[group];
-    kept_groups[place++] = group;
+    for (int i = 0; i < 4; ++i)
+      if (masks[k] >> i & 1) candidates[places[k]++] = {quads[k].scores[i], groups[k] + i};
   }
   __syncthreads();
-  return candidates.total;
+  return total;
 }
 
-// Writes the groups of the selected scores in order; `groups` of the scores, or null where a score's place is its group.
-__device__ __forceinline__ void write_selected(const Scores& scores, const int* groups, const Threshold& threshold,
-                                               int* selected) {
-  constexpr int SHARE = 8, SURE = 1 << 16;
-  static_assert(SHARE * BLOCK_THREADS < SURE, "two counts in a word");
-  // From `sure` on a score is selected; at `threshold.low`, if that is less, the first `ties` are.
-  const bool is_exact = threshold.above + threshold.within == COUNT;
-  const uint32 sure = is_exact ? threshold.low : threshold.low + 1;
-  const int ties = is_exact ? 0 : COUNT - threshold.above;
-  int num_sure = 0, num_ties = 0;  // in front of this round
-#pragma unroll 1
-  for (int start = 0; start < scores.count; start += SHARE * BLOCK_THREADS) {
-    const int first = start + SHARE * int(threadIdx.x);
-    uint32 sure_mask = 0, mask = 0;
+// The candidates of a row whose best scores, one of 16 groups each, the threads hold. As `store_candidates`.
+__device__ __forceinline__ int store_candidates_of_best(const uint32* scores, const Quad best[QUADS],
+                                                        const Deal& deal, uint32 bound, int visible,
+                                                        Candidate* candidates) {
+  __shared__ int reaching[MAX_BEST];
+  uint32 masks[QUADS];
+  int places[QUADS], groups[BEST_QUADS];
 #pragma unroll
-    for (int half = 0; half < SHARE; half += 4) {
-      const int left = scores.count - first - half;
-      const uint4 quad = left > 0 ? load_quad(scores.from + first + half) : uint4{0, 0, 0, 0};
-      sure_mask |= (reaching(quad, sure) & low_bits(min(left, 4))) << half;
-      mask |= (reaching(quad, threshold.low) & low_bits(min(left, 4))) << half;
+  for (int k = 0; k < QUADS; ++k) masks[k] = deal.of(k) < deal.count ? best[k].reaching(bound) : 0;
+  const int total = block_places<QUADS>(masks, places);
+  if (total > MAX_BEST) return MAX_CANDIDATES + 1;
+#pragma unroll
+  for (int k = 0; k < QUADS; ++k)
+    for (uint32 mask = masks[k]; mask != 0; mask &= mask - 1)
+      reaching[places[k]++] = 4 * deal.of(k) + __ffs(int(mask)) - 1;
+  __syncthreads();
+  const Deal parts(total * (GROUPS / 4));
+  Quad quads[BEST_QUADS];
+#pragma unroll
+  for (int k = 0; k < BEST_QUADS; ++k) {
+    const int quad = parts.of(k);
+    groups[k] = quad < parts.count ? reaching[quad / (GROUPS / 4)] * GROUPS + quad % (GROUPS / 4) * 4 : visible;
+    quads[k] = load_quad(scores, groups[k], visible);
+  }
+  return store_candidates<BEST_QUADS>(quads, groups, bound, visible, candidates);
+}
+
+// Selects from `count` candidates `get(i)` in the order of their groups.
+template <typename Get>
+__device__ __forceinline__ void select(Get get, int count, const Range& range, int shift, uint32* bins, int* selected) {
+  constexpr int K = 2, SURE = 1 << 16;
+  const int lane = threadIdx.x % WARP;
+  const Bin bin = find_bin(
+      [&](auto visit) {
+        for (int i = threadIdx.x; i < count; i += BLOCK_THREADS) visit(get(i).score);
+      },
+      range, shift, COUNT, bins);
+  // From `sure` on a score is selected; of the scores that are less, but in the bin, the first `ties` are.
+  const bool is_exact = bin.above + bin.within == COUNT;
+  const uint32 sure = is_exact ? bin.low : bin.low + 1;
+  const int ties = is_exact ? 0 : COUNT - bin.above;
+  int before = 0, ties_before = 0;  // how many are sure, and in the bin otherwise, in front of this round
+  for (int start = 0; start < count; start += K * BLOCK_THREADS) {
+    Candidate mine[K];
+    uint32 sure_lanes[K], tie_lanes[K];
+    int num_sure = 0, num_ties = 0;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int index = start + (threadIdx.x / WARP * K + k) * WARP + lane;
+      const bool exists = index < count;
+      mine[k] = exists ? get(index) : Candidate{};
+      sure_lanes[k] = __ballot_sync(FULL_MASK, exists && mine[k].score >= sure);
+      tie_lanes[k] = __ballot_sync(FULL_MASK, exists && mine[k].score >= bin.low) & ~sure_lanes[k];
+      num_sure += __popc(sure_lanes[k]), num_ties += __popc(tie_lanes[k]);
     }
-    const uint32 tie_mask = mask & ~sure_mask;
-    const Prefix prefix = block_prefix(__popc(sure_mask) * SURE + __popc(tie_mask));
-    const int sure_before = num_sure + prefix.before / SURE, ties_before = num_ties + prefix.before % SURE;
-    for (; mask != 0; mask &= mask - 1) {
-      const uint32 bit = mask & -mask;
-      const int rank = ties_before + __popc(tie_mask & (bit - 1)), item = first + __popc(bit - 1);
-      const int place = sure_before + __popc(sure_mask & (bit - 1)) + min(rank, ties);
-      if ((sure_mask & bit) || rank < ties) selected[place] = groups == nullptr ? item : groups[item];
+    const Prefix prefix = block_prefix(num_sure * SURE + num_ties);
+    int place = before + prefix.before / SURE, rank = ties_before + prefix.before % SURE;
+    const uint32 lower = (1u << lane) - 1;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const int my_rank = rank + __popc(tie_lanes[k] & lower), my_place = place + __popc(sure_lanes[k] & lower);
+      if (sure_lanes[k] >> lane & 1 || (tie_lanes[k] >> lane & 1 && my_rank < ties))
+        selected[my_place + min(my_rank, ties)] = mine[k].group;
+      place += __popc(sure_lanes[k]), rank += __popc(tie_lanes[k]);
     }
-    num_sure += prefix.total / SURE, num_ties += prefix.total % SURE;
+    before += prefix.total / SURE, ties_before += prefix.total % SURE;
     __syncthreads();
   }
 }
@@ -230,42 +264,71 @@ __device__ __forceinline__ void write_selected(const Scores& scores, const int* 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 select_groups(const uint32* all_scores, const int* query_start_loc, const int* seq_lens, const int* num_seqs,
               int* selected, int first_row, int row_stride, int max_items, int batch_size) {
-  __shared__ __align__(16) uint32 kept[CAPACITY];
   __shared__ __align__(16) uint32 bins[BINS];
-  int* kept_groups = reinterpret_cast<int*>(kept) + CAPACITY / 2;
+  __shared__ __align__(8) Candidate candidates[MAX_CANDIDATES];
   *reinterpret_cast<uint4*>(bins + 4 * threadIdx.x) = {0, 0, 0, 0};
+  if (!SCORED) wait_for_previous();
+  // The kernel of the scores lets this one start when all before it are done: what they wrote can be read already.
   const int row = first_row + blockIdx.x;
-  wait_for_previous();
-  start_next();
   const TokenPlace place = locate_token(row, query_start_loc, seq_lens, num_seqs, batch_size);
-  if (place.sequence < 0) return;
-  const int visible = (place.position + 1) / RATIO;
+  const int visible = place.sequence < 0 ? 0 : (place.position + 1) / RATIO;
   selected += int64(row) * COUNT;
+  const uint32* scores = all_scores + int64(blockIdx.x) * row_stride;
+  const bool holds_all = visible <= CAPACITY;
+  const uint32* held = holds_all ? scores : scores + int64(max_items) * GROUPS;
+  const int num_held = holds_all ? visible : ceil_div(visible, GROUPS);
+  if (SCORED) wait_for_previous();
+  start_next();
   if (visible <= COUNT) {
-    for (int i = threadIdx.x; i < COUNT; i += BLOCK_THREADS) selected[i] = i < visible ? i : -1;
+    for (int i = threadIdx.x; i < COUNT && place.sequence >= 0; i += BLOCK_THREADS) selected[i] = i < visible ? i : -1;
     return;
   }
-  const uint32* scores = all_scores + int64(blockIdx.x) * row_stride;
-  const bool fits = visible <= CAPACITY;
-  Scores searched = {scores, visible, true};
-  if (!fits) searched = {scores + int64(max_items) * GROUPS, ceil_div(visible, GROUPS), false};
-  Range range = take(searched, kept);
-  const int* groups = nullptr;
-  bool is_bounded = (fits ? ceil_div(visible, 4) : searched.count) < COUNT;  // too few for a first search
-  if (is_bounded && !fits) range.low = 0;
-  Threshold threshold;
-#pragma unroll 1
-  while (true) {
-    if (is_bounded) searched.only_best = false;
-    if (is_bounded && !fits) {
-      const int count = range.low > 0 ? collect(scores, searched, visible, range.low, kept, kept_groups) : -1;
-      searched = count < 0 ? Scores{scores, visible, false} : Scores{kept, count, false};
-      groups = count < 0 ? nullptr : kept_groups;
-    }
-    threshold = find_threshold(searched, is_bounded ? COUNT : ROOM, range, bins);
-    if (is_bounded) break;
-    is_bounded = true;
-    range.low = threshold.low;
+
+  Quad quads[QUADS];
+  int groups[QUADS];
+  const Deal deal(ceil_div(num_held, 4));
+#pragma unroll
+  for (int k = 0; k < QUADS; ++k) {
+    groups[k] = 4 * deal.of(k);
+    quads[k] = load_quad(held, groups[k], num_held);
   }
-  write_selected(searched, groups, threshold, selected);
+  const int num_searched = holds_all ? deal.count : num_held;
+  const bool is_bounded = num_searched >= COUNT && num_held <= CAPACITY, by_quads = holds_all && is_bounded;
+  uint32 lowest = 0xffffffffu, highest = 0;
+#pragma unroll
+  for (int k = 0; k < QUADS; ++k) {
+    if (deal.of(k) >= deal.count) continue;
+    highest = max(highest, quads[k].best());
+    lowest = min(lowest, by_quads ? quads[k].best() : quads[k].worst());
+  }
+  Range range = {0, 0x7fffffffu};
+  if (num_held <= CAPACITY) {
+    const bool enough_have = is_bounded && COUNT <= BLOCK_THREADS && deal.all_have_one();
+    range = block_range(deal.of(0) < deal.count, enough_have, lowest, highest);
+  }
+  int shift = covering_shift(range), count = MAX_CANDIDATES + 1;
+  if (is_bounded) {
+    const Bin bin = find_bin(
+        [&](auto visit) {
+#pragma unroll
+          for (int k = 0; k < QUADS; ++k) {
+            if (deal.of(k) >= deal.count) continue;
+            if (by_quads) visit(quads[k].best());
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+              if (!by_quads) visit(quads[k].scores[i]);
+          }
+        },
+        range, shift, MAX_BEST, bins);
+    range.low = bin.low;
+    shift = max(bin.shift - 4, 0);  // the COUNT-th highest of all is a little higher: narrow bins tell it apart
+  }
+  if (holds_all)
+    count = store_candidates<QUADS>(quads, groups, range.low, visible, candidates);
+  else if (is_bounded)
+    count = store_candidates_of_best(scores, quads, deal, range.low, visible, candidates);
+  if (count <= MAX_CANDIDATES)
+    select([&](int i) { return candidates[i]; }, count, range, shift, bins, selected);
+  else
+    select([&](int i) { return Candidate{scores[i], i}; }, visible, range, shift, bins, selected);
 }

@@ -122,6 +122,12 @@ def test_a_step_larger_than_the_workspace(monkeypatch: pytest.MonkeyPatch) -> No
     check(select_operands([3, 301, 2], [99_000, 120_000, 77_777], keys, queries, max_blocks=2111, device="cuda"))
 
 
+def test_more_best_scores_than_a_block_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "SELECT_THREADS", (128, 128))
+    make = quarters(torch.bfloat16, 10, "cuda")
+    check(select_operands([2, 1], [LONGEST, 30_000], make, make, max_blocks=4097, device="cuda"))
+
+
 def test_a_captured_step_follows_the_lengths() -> None:
     """One graph serves a step of padding, dense steps and sparse ones."""
     make = quarters(torch.bfloat16, 9, "cuda")

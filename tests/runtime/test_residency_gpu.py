@@ -46,7 +46,7 @@ def test_residencies_agree(table: WeightFormat) -> None:
         assert all(weights[name].is_cpu and weights[name].is_pinned() for name in on_host)
         states = {name: state.to(device) for name, state in initial_states(program, sample).items()}
         rows = NgramRows(program.inputs, source, sample.extents[NUM_SLOTS])
-        backend = EagerBackend(program, states, weights, rows, LIMITS, device)
+        backend = EagerBackend(program, states, weights, LIMITS, device, rows)
         results.append([backend.run(inputs).cpu() for inputs in sample.steps])
     for other in results[1:]:
         assert all(torch.equal(expected, got) for expected, got in zip(results[0], other, strict=True))
