@@ -1,6 +1,5 @@
-// The gated delta rule. A block has a value head of a sequence, or where that makes too few blocks one of SLICES parts
-// of its columns. The state stays in registers: a thread has ROWS rows (keys) of four columns (values), a warp 4 * ROWS
-// rows of 32 columns.
+// The gated delta rule, one block a value head of a sequence. The state stays in registers: a thread has ROWS rows
+// (keys) of four columns (values), a warp 4 * ROWS rows of 32 columns.
 //
 // Rows are taken in chunks of up to CHUNK: first those to replay, then the new ones. With S the state before a chunk,
 // G_j the decay from there to its row j and D_ij that from row i to row j, all that a row needs of the state is
@@ -11,7 +10,7 @@
 // So however many rows a step has, the state is read once, and written once: after the last row that is committed.
 //
 // K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: half of the ring's rows; SILU_GATE: 0 or 1; ACTIVATION: bf16 or float;
-// PART: elements of a row moved at once, 2 or 4; SLICES, ROWS, MIN_BLOCKS, SHARED_BYTES: geometry of the launch.
+// PART: elements of a row moved at once, 2 or 4; ROWS, MIN_BLOCKS, SHARED_BYTES: geometry of the launch.
 #include "q4e.cuh"
 #include "gated_delta_rule/rows.cuh"
 
@@ -60,7 +59,7 @@ __device__ __forceinline__ int my_column() {
   return threadIdx.x / WARP % COLUMN_GROUPS * WARP + threadIdx.x % (WARP / ROW_LANES) * COLUMNS;
 }
 __device__ __forceinline__ bool has_row(int i) {
-  return (KEYS == KEY_DIM || my_row() + i < KEY_DIM) && (VALUES == SLICE || my_column() < SLICE);
+  return (KEYS == KEY_DIM || my_row() + i < KEY_DIM) && (VALUES == VALUE_DIM || my_column() < VALUE_DIM);
 }
 
 // `from` and `to` are the thread's first element.
@@ -112,9 +111,8 @@ __device__ __forceinline__ void multiply_state(Shared& shared, const float (&sta
 }
 
 // delta and o of every row, by a thread for each column. The end of the rows is looked for now and then only, so that
-// loads of several rows are under way at once. Where other blocks have other columns, `slices` gets o of the rows from
-// `from` on.
-__device__ __forceinline__ void solve_columns(Shared& shared, int count, int from, float* slices) {
+// loads of several rows are under way at once.
+__device__ __forceinline__ void solve_columns(Shared& shared, int count) {
   const int column = threadIdx.x;
   float deltas[CHUNK], decay = 1.f;
 #pragma unroll
@@ -130,7 +128,6 @@ __device__ __forceinline__ void solve_columns(Shared& shared, int count, int fro
     deltas[j] = shared.beta[j] * (shared.v[j][column] - read);
     o += shared.kq[j][j] * deltas[j];
     shared.u[0][j][column] = deltas[j], shared.w[0][j][column] = o;
-    if (SLICES > 1 && from <= j && j < count) __stcg(slices + int64(j - from) * VALUE_WIDTH + column, o);
   }
 }
 
@@ -149,62 +146,31 @@ __device__ __forceinline__ void advance_state(float (&state)[ROWS][COLUMNS], con
   }
 }
 
-// The gated norm of a row whose o and z the lanes of a warp have, if it `exists`.
-__device__ __forceinline__ void store_output(const Shared& shared, const float (&o)[4 * FOURS],
-                                             const float (&z)[4 * FOURS], ACTIVATION* out, float eps, bool exists) {
-  float squares = 0.f;
-#pragma unroll
-  for (int i = 0; i < 4 * FOURS; ++i) squares += o[i] * o[i];
-  const float scale = rsqrtf(warp_sum(squares) / VALUE_DIM + eps);
-#pragma unroll
-  for (int i = 0; i < FOURS; ++i) {
-    const int place = lane_place(i);
-    if (!exists || place >= VALUE_DIM) continue;
-    float values[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-      values[c] = o[4 * i + c] * scale * shared.norm_weight[place + c] * gate_of(z[4 * i + c]);
-    store_packed(out + place, pack<ACTIVATION>(values));
-  }
-}
-
-// The outputs of rows `from` to `to` - 1 of the chunk, which the block has all columns of; `out` is for row `from`.
+// The gated norm of rows `from` to `to` - 1 of the chunk, a row a warp; `out` is for row `from`.
 __device__ __forceinline__ void store_outputs(const Shared& shared, int from, int to, ACTIVATION* out, float eps) {
 #pragma unroll 1
   for (int first = from; first < to; first += WARPS) {
     const int row = first + threadIdx.x / WARP, j = min(row, to - 1);
-    float o[4 * FOURS], z[4 * FOURS];
+    float o[4 * FOURS], squares = 0.f;
 #pragma unroll
     for (int i = 0; i < 4 * FOURS; ++i) {
       const int place = lane_place(i / 4) + i % 4;
-      o[i] = place < VALUES ? shared.w[0][j][place] : 0.f, z[i] = place < VALUES ? shared.z[j][place] : 0.f;
+      o[i] = place < VALUES ? shared.w[0][j][place] : 0.f;
+      squares += o[i] * o[i];
     }
-    store_output(shared, o, z, out + int64(row - from) * VALUE_WIDTH, eps, row < to);
-  }
-}
-
-// The outputs of all new rows from what the blocks of the head have published; `slices` and `out` are for row 0.
-__device__ __forceinline__ void join_slices(const Shared& shared, const Operands& operands,
-                                            const PackedSequence& sequence, const float* slices, ACTIVATION* out,
-                                            float eps) {
-#pragma unroll 1
-  for (int first = 0; first < sequence.length; first += WARPS) {
-    const int row = first + threadIdx.x / WARP;
-    const int64 token = sequence.start + min(row, sequence.length - 1);
-    Four raw[FOURS];
-    load_lanes<VALUE_DIM>(raw, gates(operands, token));
-    float o[4 * FOURS], z[4 * FOURS];
+    const float scale = rsqrtf(warp_sum(squares) / VALUE_DIM + eps);
 #pragma unroll
     for (int i = 0; i < FOURS; ++i) {
-      const bool exists = lane_place(i) < VALUE_DIM;
-      const float* from = slices + token * VALUE_WIDTH + (exists ? lane_place(i) : 0);
-      const float4 four = __ldcg(reinterpret_cast<const float4*>(from));
-      o[4 * i] = exists ? four.x : 0.f, o[4 * i + 1] = exists ? four.y : 0.f;
-      o[4 * i + 2] = exists ? four.z : 0.f, o[4 * i + 3] = exists ? four.w : 0.f;
+      const int place = lane_place(i);
+      if (row >= to || place >= VALUE_DIM) continue;
+      float values[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) z[4 * i + c] = raw[i][c];
+      for (int c = 0; c < 4; ++c) {
+        const float z = shared.z[j][place + c];
+        values[c] = o[4 * i + c] * scale * shared.norm_weight[place + c] * (SILU_GATE ? silu(z) : sigmoid(z));
+      }
+      store_packed(out + int64(row - from) * VALUE_WIDTH + place, pack<ACTIVATION>(values));
     }
-    store_output(shared, o, z, out + token * VALUE_WIDTH, eps, row < sequence.length);
   }
 }
 
@@ -225,28 +191,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIVATION* ba, const ACTIVATION* A_log,
                  const ACTIVATION* dt_bias, const ACTIVATION* norm_weight, float* recurrent_state,
                  ACTIVATION* draft_rows, int* committed_len, const int* query_start_loc, const int* seq_lens,
-                 const int* slot_ids, const int* num_seqs, ACTIVATION* out, float* slices, uint32* counters,
-                 float eps) {
+                 const int* slot_ids, const int* num_seqs, ACTIVATION* out, float eps) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
   const Operands operands = {conv_out, qkvz, ba, draft_rows};
   const float rate = -expf(to_float(A_log[my_head()])), bias = to_float(dt_bias[my_head()]);
-#pragma unroll 1
-  for (int i = threadIdx.x; i < VALUE_DIM; i += BLOCK) shared.norm_weight[i] = to_float(norm_weight[i]);
+  if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(norm_weight[threadIdx.x]);
   wait_for_previous();
   start_next();
   Step step = {locate_sequence(blockIdx.y, query_start_loc, seq_lens, slot_ids, num_seqs)};
   const PackedSequence& sequence = step.sequence;
   if (sequence.length <= 0) return;
   float* recurrent = recurrent_state + (int64(sequence.slot) * V_HEADS + my_head()) * (KEY_DIM * VALUE_DIM);
-  recurrent += my_row() * VALUE_DIM + blockIdx.x % SLICES * SLICE + my_column();
+  recurrent += my_row() * VALUE_DIM + my_column();
   committed_len += 2 * sequence.slot;
 
-  // Where latency counts everything is loaded at once, on the guess that there is nothing to replay.
-  constexpr bool GUESSES = SLICES > 1;
   const int2 lengths = *reinterpret_cast<const int2*>(committed_len);
-  RawRow raw = {};
-  if (GUESSES) raw = load_row(step, operands, threadIdx.x / WARP);
+  prefetch_row(step, operands, threadIdx.x / WARP);
   float state[ROWS][COLUMNS];
   load_state(state, recurrent, sequence.context > 0);
   if (sequence.context > 0)
@@ -255,7 +216,6 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     store_length(committed_len, lengths, sequence.context - step.pending, sequence.context,
                  sequence.context + step.committed() - step.pending);
 
-  bool is_last = false;  // of the head's blocks; thread 0 knows
 #pragma unroll 1
   for (int first = 0; first < step.rows(); first += CHUNK) {
     const int count = min(CHUNK, step.rows() - first);
@@ -263,29 +223,21 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
 #pragma unroll
     for (int round = 0; round < CHUNK; round += WARPS) {
       const int j = round + threadIdx.x / WARP;
-      if (!GUESSES || round + first + step.pending > 0) raw = load_row(step, operands, first + j);
+      const RawRow raw = load_row(step, operands, first + j);
       stage_row(shared, j, raw, rate, bias, j < count);
       if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raw);
     }
-    if (GUESSES) raw = {};
     __syncthreads();
     multiply_pairs(shared, count);
     multiply_state(shared, state, count);
     __syncthreads();
-    const int from = max(step.pending - first, 0), kept = min(max(step.committed() - first, 0), count);
-    const int64 output = (sequence.start + first + from - step.pending) * int64(VALUE_WIDTH) + my_value();
-    if (threadIdx.x < COLUMN_GROUPS * WARP) solve_columns(shared, count, from, slices + output);
+    if (threadIdx.x < VALUES) solve_columns(shared, count);
     __syncthreads();
-    if (SLICES > 1 && first + count == step.rows() && threadIdx.x == 0)
-      is_last = is_last_arrival(counters + blockIdx.y * V_HEADS + my_head(), SLICES);
+    const int from = max(step.pending - first, 0), kept = min(max(step.committed() - first, 0), count);
+    const int64 token = sequence.start + first + from - step.pending;
     advance_state(state, shared, 0, kept);
     if (kept > 0 && first + kept == step.committed()) store_state(state, recurrent);
     if (first + count < step.rows()) advance_state(state, shared, kept, count);
-    if (SLICES == 1) store_outputs(shared, from, count, out + output, eps);
+    store_outputs(shared, from, count, out + token * VALUE_WIDTH + my_value(), eps);
   }
-  if (SLICES == 1) return;
-  if (threadIdx.x == 0) shared.is_last = is_last;
-  __syncthreads();
-  const int head = my_head() * VALUE_DIM;
-  if (shared.is_last) join_slices(shared, operands, sequence, slices + head, out + head, eps);
 }

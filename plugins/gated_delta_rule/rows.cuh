@@ -5,8 +5,7 @@
 #include "vector.cuh"
 
 constexpr int CHUNK = 8, COLUMNS = 4, ROW_LANES = 4;
-constexpr int SLICE = VALUE_DIM / SLICES;  // columns of the block
-constexpr int ROW_GROUPS = ceil_div(KEY_DIM, ROWS * ROW_LANES), COLUMN_GROUPS = ceil_div(SLICE, WARP);
+constexpr int ROW_GROUPS = ceil_div(KEY_DIM, ROWS * ROW_LANES), COLUMN_GROUPS = ceil_div(VALUE_DIM, WARP);
 constexpr int KEYS = ROW_GROUPS * ROWS * ROW_LANES, VALUES = COLUMN_GROUPS * WARP;  // padded dims
 constexpr int WARPS = ROW_GROUPS * COLUMN_GROUPS, BLOCK = WARPS * WARP;
 constexpr int KEY_WIDTH = K_HEADS * KEY_DIM, VALUE_WIDTH = V_HEADS * VALUE_DIM;
@@ -17,12 +16,11 @@ constexpr float L2_EPS = 1e-6f;
 struct Shared {
   float k[CHUNK][KEYS], q[CHUNK][KEYS];          // normalized; q scaled
   float v[CHUNK][VALUES], z[CHUNK][VALUES];
-  float norm_weight[VALUE_DIM];
+  float norm_weight[VALUES];
   float u[ROW_GROUPS][CHUNK][VALUES];            // of each group of rows; after that, u[0] is delta
   float w[ROW_GROUPS][CHUNK][VALUES];            // after that, w[0] is o
   float kk[CHUNK][CHUNK], kq[CHUNK][CHUNK];      // D_ij k_i.k_j and D_ij k_i.q_j
   float decay[CHUNK], beta[CHUNK];
-  uint32 is_last, unused[3];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
 
@@ -36,9 +34,9 @@ struct Step {
   __device__ __forceinline__ int committed() const { return is_draft() ? pending + 1 : rows(); }
 };
 
-__device__ __forceinline__ int my_head() { return blockIdx.x / SLICES; }
+__device__ __forceinline__ int my_head() { return blockIdx.x; }
 __device__ __forceinline__ int my_key() { return my_head() / REPEATS * KEY_DIM; }  // first column of the key head
-__device__ __forceinline__ int my_value() { return my_head() * VALUE_DIM + blockIdx.x % SLICES * SLICE; }
+__device__ __forceinline__ int my_value() { return my_head() * VALUE_DIM; }
 
 struct Operands {
   const ACTIVATION *conv_out, *qkvz, *ba;
@@ -89,13 +87,6 @@ __device__ __forceinline__ ACTIVATION* draft_row(const Step& step, const Operand
   return operands.draft_rows + (int64(step.sequence.slot) * (2 * DRAFTS) + position % (2 * DRAFTS)) * DRAFT_WIDTH;
 }
 
-// z of this head.
-__device__ __forceinline__ const ACTIVATION* gates(const Operands& operands, int64 token) {
-  return operands.qkvz + token * (CONV_WIDTH + VALUE_WIDTH) + CONV_WIDTH + my_head() * VALUE_DIM;
-}
-
-__device__ __forceinline__ float gate_of(float z) { return SILU_GATE ? silu(z) : sigmoid(z); }
-
 // Row `row` of the step, zeros behind its last one.
 __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& operands, int row) {
   const int head = made_anew(my_head()), key = made_anew(my_key()), value = made_anew(my_value());
@@ -103,7 +94,7 @@ __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& ope
   if (row < step.pending) {
     const ACTIVATION* from = draft_row(step, operands, row);
     load_lanes<KEY_DIM>(raw.k, from + key);
-    load_lanes<SLICE>(raw.v, from + KEY_WIDTH + value);
+    load_lanes<VALUE_DIM>(raw.v, from + KEY_WIDTH + value);
     raw.b = to_float(from[KEY_WIDTH + VALUE_WIDTH + head]);
     raw.a = to_float(from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head]);
   } else if (row < step.rows()) {
@@ -111,12 +102,26 @@ __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& ope
     const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
     load_lanes<KEY_DIM>(raw.k, from + KEY_WIDTH + key);
     load_lanes<KEY_DIM>(raw.q, from + key);
-    load_lanes<SLICE>(raw.v, from + 2 * KEY_WIDTH + value);
-    if (SLICES == 1) load_lanes<SLICE>(raw.z, gates(operands, token));
+    load_lanes<VALUE_DIM>(raw.v, from + 2 * KEY_WIDTH + value);
+    load_lanes<VALUE_DIM>(raw.z, operands.qkvz + token * (CONV_WIDTH + VALUE_WIDTH) + CONV_WIDTH + value);
     raw.b = to_float(operands.ba[token * 2 * V_HEADS + head]);
     raw.a = to_float(operands.ba[token * 2 * V_HEADS + V_HEADS + head]);
   }
   return raw;
+}
+
+// Brings new row `row` near; how many rows there are to replay is not known yet.
+__device__ __forceinline__ void prefetch_row(const Step& step, const Operands& operands, int row) {
+  if (row >= step.sequence.length) return;
+  const int place = lane_place(0), key = my_key() + place, value = my_value() + place;
+  const int64 token = step.sequence.start + row;
+  const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
+  if (place < KEY_DIM) prefetch_l2(from + KEY_WIDTH + key), prefetch_l2(from + key);
+  if (place < VALUE_DIM) {
+    prefetch_l2(from + 2 * KEY_WIDTH + value);
+    prefetch_l2(operands.qkvz + token * (CONV_WIDTH + VALUE_WIDTH) + CONV_WIDTH + value);
+  }
+  if (place == 0) prefetch_l2(operands.ba + token * 2 * V_HEADS + my_head());
 }
 
 // Row j of the chunk, by a warp. Every warp comes here, so that the sums need no check of who does.
@@ -140,7 +145,7 @@ __device__ __forceinline__ void stage_row(Shared& shared, int j, const RawRow& r
     }
     if (place < VALUES) {
       shared.v[j][place] = raw.v[i / 4][i % 4];
-      if (SLICES == 1) shared.z[j][place] = raw.z[i / 4][i % 4];
+      shared.z[j][place] = raw.z[i / 4][i % 4];
     }
   }
   if (threadIdx.x % WARP == 0) {
@@ -153,9 +158,9 @@ __device__ __forceinline__ void stage_row(Shared& shared, int j, const RawRow& r
 // Keeps row `row` of the step, which is not committed. What several blocks have is kept by the first of them.
 __device__ __forceinline__ void keep_draft(const Step& step, const Operands& operands, int row, const RawRow& raw) {
   ACTIVATION* to = draft_row(step, operands, row);
-  if (blockIdx.x % (REPEATS * SLICES) == 0) store_lanes<KEY_DIM>(to + my_key(), raw.k);
-  store_lanes<SLICE>(to + KEY_WIDTH + my_value(), raw.v);
-  if (blockIdx.x % SLICES == 0 && threadIdx.x % WARP == 0) {
+  if (my_head() % REPEATS == 0) store_lanes<KEY_DIM>(to + my_key(), raw.k);
+  store_lanes<VALUE_DIM>(to + KEY_WIDTH + my_value(), raw.v);
+  if (threadIdx.x % WARP == 0) {
     to[KEY_WIDTH + VALUE_WIDTH + my_head()] = from_float<ACTIVATION>(raw.b);
     to[KEY_WIDTH + VALUE_WIDTH + V_HEADS + my_head()] = from_float<ACTIVATION>(raw.a);
   }
