@@ -7,7 +7,7 @@
 #include "hc_project/stream_product.cuh"
 
 constexpr int VECTORS = HIDDEN / 8, ITEMS = ceil_div(VECTORS, THREADS);  // of a token, and for a thread
-constexpr int GROUP = TOKENS < 4 ? TOKENS : 4;                           // tokens whose vectors a thread loads at once
+constexpr int GROUP = TOKENS == 8 ? 4 : TOKENS == 1 ? 1 : 2;             // tokens whose vectors a thread loads at once
 constexpr int SCALED_STRIDE = HIDDEN % 64 ? HIDDEN : HIDDEN + 32;        // rows that are read together share no bank
 
 __device__ __forceinline__ bool is_real(int token, int tokens) { return token <= TOKENS / 2 || token < tokens; }
@@ -49,7 +49,7 @@ __device__ __forceinline__ void combine_vector(const bf16* stack, const bf16* y,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hc_read_project(const bf16* stack, const bf16* y, const bf16* inject, const float* gain, const bf16* weight,
                 bf16* combined, float* partial, float* squares, int tokens) {
   DYNAMIC_SHARED(float, sums);                                  // [WARPS, TILE_ROWS, TILE_TOKENS]
