@@ -226,7 +226,15 @@ def _one_token(call: Call, sizes: Sizes, rows: Rows) -> Iterator[Launch]:
         Kernel("moe/down_one.cu", "down_one", defines),
         grid=(sizes.hidden // ONE_ROWS, 1, 1),
         threads=(routed_warps + shared_warps) * WARP,
-        args=(*sizes.routed.args("down"), *sizes.shared.args("down"), rows.logits, rows.chosen, rows.weights, rows.hidden, call["out"]),
+        args=(
+            *sizes.routed.args("down"),
+            *sizes.shared.args("down"),
+            rows.logits,
+            rows.chosen,
+            rows.weights,
+            rows.hidden,
+            call["out"],
+        ),
     )
 
 

@@ -16,8 +16,11 @@ SampleProjections = Callable[[torch.dtype, Generator, int], dict[str, Any]]
 """(dtype, generator, number of routed experts) -> the operands that are projections."""
 
 
-def moe_cases(hidden: int, sample_projections: SampleProjections) -> tuple[Case, ...]:
-    """The cases of an op whose experts read ``hidden`` features."""
+def moe_cases(hidden: int, sample_projections: SampleProjections, every_expert: bool = False) -> tuple[Case, ...]:
+    """The cases of an op whose experts read ``hidden`` features; ``every_expert`` adds one whose tokens choose all.
+
+    They are of few sizes, since a kernel is compiled for each.
+    """
 
     def case(name: str, query_lens: Sequence[int], experts: int, top_k: int, norm: int = 1, **padding: int) -> Case:
         def make(dtype: torch.dtype, generator: Generator) -> dict[str, Any]:
@@ -36,10 +39,10 @@ def moe_cases(hidden: int, sample_projections: SampleProjections) -> tuple[Case,
         return Case(name, make)
 
     return (
-        case("one token", [1], 16, 4),
+        case("one token", [1], 8, 3),
         case("raw probabilities", [19], 8, 3, norm=0),
-        case("every expert", [3, 1], 4, 4),
         case("mixed", [1, 6, 1], 8, 3, padding_seqs=2, padding_rows=3),
+        *([case("every expert", [3, 1], 4, 4)] if every_expert else []),
     )
 
 

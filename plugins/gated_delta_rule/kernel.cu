@@ -28,7 +28,7 @@ constexpr float L2_EPS = 1e-6f;
 
 struct Shared {
   float k[CHUNK][KEYS], q[CHUNK][KEYS];          // normalized; q scaled
-  float v[CHUNK][VALUES], gate[CHUNK][VALUES];   // of the outputs
+  float v[CHUNK][VALUES], z[CHUNK][VALUES];
   float norm_weight[VALUE_DIM];
   float u[ROW_GROUPS][CHUNK][VALUES];            // of each group of rows; after that, u[0] is delta
   float w[ROW_GROUPS][CHUNK][VALUES];            // after that, w[0] is o
@@ -110,7 +110,7 @@ __device__ __forceinline__ float gate_of(float z) { return SILU_GATE ? silu(z) :
 
 // Row `row` of the step, zeros behind its last one.
 __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& operands, int row) {
-  const int head = my_head(), key = my_key(), value = my_value();
+  const int head = made_anew(my_head()), key = made_anew(my_key()), value = made_anew(my_value());
   RawRow raw = {};
   if (row < step.pending) {
     const ACTIVATION* from = draft_row(step, operands, row);
@@ -152,7 +152,7 @@ __device__ __forceinline__ void stage_row(Shared& shared, int j, const RawRow& r
     }
     if (place < VALUES) {
       shared.v[j][place] = raw.v[i / 4][i % 4];
-      if (SLICES == 1) shared.gate[j][place] = gate_of(raw.z[i / 4][i % 4]);
+      if (SLICES == 1) shared.z[j][place] = raw.z[i / 4][i % 4];
     }
   }
   if (threadIdx.x % WARP == 0) {
@@ -307,9 +307,9 @@ __device__ __forceinline__ void advance_state(float (&state)[ROWS][COLUMNS], con
   }
 }
 
-// The gated norm of a row whose o and gates the lanes of a warp have, if it `exists`.
+// The gated norm of a row whose o and z the lanes of a warp have, if it `exists`.
 __device__ __forceinline__ void store_output(const Shared& shared, const float (&o)[4 * FOURS],
-                                             const float (&gates)[4 * FOURS], ACTIVATION* out, float eps, bool exists) {
+                                             const float (&z)[4 * FOURS], ACTIVATION* out, float eps, bool exists) {
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < 4 * FOURS; ++i) squares += o[i] * o[i];
@@ -321,7 +321,7 @@ __device__ __forceinline__ void store_output(const Shared& shared, const float (
     float values[4];
 #pragma unroll
     for (int c = 0; c < 4; ++c)
-      values[c] = o[4 * i + c] * scale * shared.norm_weight[place + c] * gates[4 * i + c];
+      values[c] = o[4 * i + c] * scale * shared.norm_weight[place + c] * gate_of(z[4 * i + c]);
     store_packed(out + place, pack<ACTIVATION>(values));
   }
 }
@@ -331,13 +331,13 @@ __device__ __forceinline__ void store_outputs(const Shared& shared, int from, in
 #pragma unroll 1
   for (int first = from; first < to; first += WARPS) {
     const int row = first + threadIdx.x / WARP, j = min(row, to - 1);
-    float o[4 * FOURS], gates[4 * FOURS];
+    float o[4 * FOURS], z[4 * FOURS];
 #pragma unroll
     for (int i = 0; i < 4 * FOURS; ++i) {
       const int place = lane_place(i / 4) + i % 4;
-      o[i] = place < VALUES ? shared.w[0][j][place] : 0.f, gates[i] = place < VALUES ? shared.gate[j][place] : 0.f;
+      o[i] = place < VALUES ? shared.w[0][j][place] : 0.f, z[i] = place < VALUES ? shared.z[j][place] : 0.f;
     }
-    store_output(shared, o, gates, out + int64(row - from) * VALUE_WIDTH, eps, row < to);
+    store_output(shared, o, z, out + int64(row - from) * VALUE_WIDTH, eps, row < to);
   }
 }
 
@@ -349,9 +349,9 @@ __device__ __forceinline__ void join_slices(const Shared& shared, const Operands
   for (int first = 0; first < sequence.length; first += WARPS) {
     const int row = first + threadIdx.x / WARP;
     const int64 token = sequence.start + min(row, sequence.length - 1);
-    Four z[FOURS];
-    load_lanes<VALUE_DIM>(z, gates(operands, token));
-    float o[4 * FOURS], gates[4 * FOURS];
+    Four raw[FOURS];
+    load_lanes<VALUE_DIM>(raw, gates(operands, token));
+    float o[4 * FOURS], z[4 * FOURS];
 #pragma unroll
     for (int i = 0; i < FOURS; ++i) {
       const bool exists = lane_place(i) < VALUE_DIM;
@@ -360,9 +360,9 @@ __device__ __forceinline__ void join_slices(const Shared& shared, const Operands
       o[4 * i] = exists ? four.x : 0.f, o[4 * i + 1] = exists ? four.y : 0.f;
       o[4 * i + 2] = exists ? four.z : 0.f, o[4 * i + 3] = exists ? four.w : 0.f;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) gates[4 * i + c] = gate_of(z[i][c]);
+      for (int c = 0; c < 4; ++c) z[4 * i + c] = raw[i][c];
     }
-    store_output(shared, o, gates, out + token * VALUE_WIDTH, eps, row < sequence.length);
+    store_output(shared, o, z, out + token * VALUE_WIDTH, eps, row < sequence.length);
   }
 }
 
@@ -387,7 +387,6 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
                  float eps) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
-  const int warp = threadIdx.x / WARP;
   const Operands operands = {conv_out, qkvz, ba, draft_rows};
   const float rate = -expf(to_float(A_log[my_head()])), bias = to_float(dt_bias[my_head()]);
 #pragma unroll 1
@@ -405,7 +404,7 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   constexpr bool GUESSES = SLICES > 1;
   const int2 lengths = *reinterpret_cast<const int2*>(committed_len);
   RawRow raw = {};
-  if (GUESSES) raw = load_row(step, operands, warp);
+  if (GUESSES) raw = load_row(step, operands, threadIdx.x / WARP);
   float state[ROWS][COLUMNS];
   load_state(state, recurrent, sequence.context > 0);
   if (sequence.context > 0)
@@ -421,19 +420,19 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     if (first > 0) __syncthreads();
 #pragma unroll
     for (int round = 0; round < CHUNK; round += WARPS) {
-      const int j = round + warp;
+      const int j = round + threadIdx.x / WARP;
       if (!GUESSES || round + first + step.pending > 0) raw = load_row(step, operands, first + j);
       stage_row(shared, j, raw, rate, bias, j < count);
       if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raw);
     }
-    raw = {};
+    if (GUESSES) raw = {};
     __syncthreads();
     multiply_pairs(shared, count);
     multiply_state(shared, state, count);
     __syncthreads();
     const int from = max(step.pending - first, 0), kept = min(max(step.committed() - first, 0), count);
     const int64 output = (sequence.start + first + from - step.pending) * int64(VALUE_WIDTH) + my_value();
-    if (warp < COLUMN_GROUPS) solve_columns(shared, count, from, slices + output);
+    if (threadIdx.x < COLUMN_GROUPS * WARP) solve_columns(shared, count, from, slices + output);
     __syncthreads();
     if (SLICES > 1 && first + count == step.rows() && threadIdx.x == 0)
       is_last = is_last_arrival(counters + blockIdx.y * V_HEADS + my_head(), SLICES);

@@ -51,11 +51,11 @@ __device__ __forceinline__ void mix_tile(const GateWeights& weights, const bf16*
                                          bf16* mixed, int64 first_token, int tokens) {
   const int group = threadIdx.x % WARP / 4, part = threadIdx.x % 4;
   float sums[4][4] = {};  // four chains of dependent sums
-  const bool is_token = first_token + group < tokens;
+  // Lanes without a token repeat the first one: what they give to the product is not stored.
+  lowrank += (first_token + group < tokens ? group : 0) * LOWRANK_STRIDE + part * 8;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (is_token) x = *reinterpret_cast<const uint4*>(lowrank + group * LOWRANK_STRIDE + i * CHUNK + part * 8);
+    const uint4 x = *reinterpret_cast<const uint4*>(lowrank + i * CHUNK);
     const uint4 low = weights.low[i], high = weights.high[i];
     const uint32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
     const uint32 first_x[2] = {x.x, x.y}, second_x[2] = {x.z, x.w};

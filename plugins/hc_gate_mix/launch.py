@@ -13,7 +13,7 @@ TILE_TOKENS, CHUNK, MAX_RANK = 8, 32, 384
 WARPS = 5
 
 _STAGE = 64
-_BLOCKS_PER_SM = 3
+_BLOCKS_PER_SM = 2
 _ANY_WARPS = 8
 
 
@@ -73,7 +73,7 @@ def gate_mix(call: Call, mix: GatedMix) -> Launch:
         )
     stage = TILE_TOKENS if mix.tokens <= TILE_TOKENS else _STAGE
     columns = column_blocks(mix.hidden, mix.streams)
-    most = -(-_BLOCKS_PER_SM * call.num_sms // columns)
+    most = max(_BLOCKS_PER_SM * call.num_sms // columns, 1)
     return Launch(
         Kernel("hc_gate_mix/kernel.cu", "hc_gate_mix", (*mix.defines, ("STAGE", stage))),
         grid=(columns, min(-(-mix.tokens // stage), most), 1),

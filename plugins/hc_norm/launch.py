@@ -9,6 +9,8 @@ import torch
 from qwen4exp_trt.plugins.kernels import F32, Arg, Call, Kernel, Launch, c_type
 
 MAX_THREADS = 512
+VECTORS_A_THREAD = 2
+"""Of a stream, with many tokens."""
 
 
 def launches(call: Call) -> Iterator[Launch]:
@@ -21,14 +23,13 @@ def norm_launch(
 ) -> Launch:
     """A norm of a stack of ``shape`` ``[T, W]``: ``entry`` of the kernel with its ``args``.
 
-    With few tokens many threads share a stream, for the shortest time; with many, few threads with much work each keep
-    more loads under way.
+    With few tokens many threads share a stream, for the shortest time.
     """
     tokens, width = shape
     hidden = width // streams
     items = hidden // vector_of(hidden, dtype)
     few = tokens * streams <= 2 * call.num_sms
-    threads = _whole_warps(items if few else -(-items // 5))
+    threads = _whole_warps(items if few else -(-items // VECTORS_A_THREAD))
     defines = (
         ("HIDDEN", hidden),
         ("STREAMS", streams),

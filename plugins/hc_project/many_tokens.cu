@@ -1,11 +1,11 @@
-// The thin projections for many tokens, as a product of tiles: 64 tokens by TILES * 16 weight rows, and for each such
+// The thin projections for many tokens, as a product of tiles: BLOCK_TOKENS by TILES * 16 weight rows, and for each such
 // tile a few blocks that share the columns. A second kernel adds these up.
-// ROWS, WIDTH: of the weight; STREAMS; TILES of 16 rows in a block; bf16 only.
+// ROWS, WIDTH: of the weight; STREAMS; TILES of 16 rows, BLOCK_TOKENS (64 or 128) and STAGES of a block; bf16 only.
 #include "hc_project/outputs.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
-constexpr int BLOCK_TOKENS = 64, BLOCK_ROWS = TILES * 16, TOKEN_TILES = BLOCK_TOKENS / WARPS / 8;
-constexpr int STEP = 64, VECTORS = STEP / 8, STAGES = 4;  // columns a stage, and vectors of 8 in them
+constexpr int BLOCK_ROWS = TILES * 16, TOKEN_TILES = BLOCK_TOKENS / WARPS / 8;
+constexpr int STEP = 64, VECTORS = STEP / 8;  // columns a stage, and vectors of 8 in them
 constexpr int STAGE_ROWS = BLOCK_TOKENS + BLOCK_ROWS;
 constexpr int PADDED_ROWS = ceil_div(ROWS, 16) * 16, STEPS = ceil_div(WIDTH, STEP);
 

@@ -12,7 +12,9 @@
 //   Rows, locate           where the lane loads from: its element `k` of rows `low` (g) and `high` (g + 8)
 //   Fragment, load         one step of it, `offset` elements further on; zeros where not `valid`
 //   decode                 one group of a fragment as the A operands of two mmas
-//                          With HALVES = 1 both know the rows `low` only, and the others count as zero.
+//   SLOT_BYTES, copy, read the same by way of shared memory: `copy` starts to fill a warp's slot, `read` is behind
+//                          `wait_copies` and a barrier of the warp. Of the slot, 1024 bytes are codes
+//                          With HALVES = 1 these know the rows `low` only, and the others count as zero.
 //   arrange                8 activations as the B operands of those
 //   value                  one element, without UNIT
 // Rows start at multiples of 16 bytes, so K is a multiple of 8 * GROUPS. No load is by `__ldg`, see `load_streaming`.
@@ -21,6 +23,19 @@
 
 __device__ __forceinline__ uint4 load_weight(const uint8* from, bool valid) {
   return valid ? load_streaming(from) : make_uint4(0, 0, 0, 0);
+}
+
+constexpr int CODE_BYTES = 1024;  // of a slot: 16 bytes of two rows for every lane, which fetches what it will read
+
+template <int HALVES>
+__device__ __forceinline__ void copy_codes(uint8* slot, const uint8* const (&rows)[2], int offset, bool valid) {
+#pragma unroll
+  for (int i = 0; i < HALVES; ++i) copy_async_16(slot + 512 * i + 16 * (threadIdx.x % WARP), rows[i] + offset, valid);
+}
+template <int HALVES>
+__device__ __forceinline__ void read_codes(const uint8* slot, uint4 (&codes)[2]) {
+#pragma unroll
+  for (int i = 0; i < HALVES; ++i) codes[i] = reinterpret_cast<const uint4*>(slot)[WARP * i + threadIdx.x % WARP];
 }
 
 // Words (0, 4), (1, 5), (2, 6), (3, 7): the order of `e2m1_words`.
@@ -53,7 +68,7 @@ __device__ __forceinline__ uint32 nvfp4_scale_pair(uint32 codes) {
 
 // E2M1 codes [N, K/2], two a byte, and an E4M3 scale for 16 of them [N, K/16].
 struct Nvfp4 {
-  static constexpr int STEP = 128, GROUPS = 4;
+  static constexpr int STEP = 128, GROUPS = 4, SLOT_BYTES = CODE_BYTES + 128;
   static constexpr float UNIT = NVFP4_UNIT;
   static constexpr bool HAS_SUM_SCALES = false;
   struct Rows {
@@ -80,10 +95,22 @@ struct Nvfp4 {
     }
     return fragment;
   }
+  // A step's scales of a row, 8 bytes, are fetched by one lane. K is a multiple of STEP, so that they are aligned.
   template <int HALVES = 2>
-  static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
+  static __device__ __forceinline__ void copy(uint8* slot, const Rows& rows, int offset, bool valid) {
+    copy_codes<HALVES>(slot, rows.codes, offset / 2, valid);
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    const uint8* scales = (t ? rows.scales[HALVES - 1] - 2 : rows.scales[0]) + offset / 16;
+    if (t < HALVES && valid) copy_async_8(slot + CODE_BYTES + 64 * t + 8 * g, scales);
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ Fragment read(const uint8* slot) {
+    Fragment fragment;
+    read_codes<HALVES>(slot, fragment.codes);
+    const uint16* scales = reinterpret_cast<const uint16*>(slot + CODE_BYTES) + threadIdx.x % WARP;
 #pragma unroll
-    for (int i = 0; i < HALVES; ++i) prefetch_l2(rows.codes[i] + offset / 2);
+    for (int i = 0; i < HALVES; ++i) fragment.scales[i] = scales[32 * i];
+    return fragment;
   }
   template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
@@ -107,7 +134,7 @@ struct Nvfp4 {
 
 // E4M3 weights [N, K] with a float32 scale for 128 x 128 of them [ceil(N/128), ceil(K/128)].
 struct Fp8Blocks {
-  static constexpr int STEP = 64, GROUPS = 2, BLOCK = 128;
+  static constexpr int STEP = 64, GROUPS = 2, BLOCK = 128, SLOT_BYTES = CODE_BYTES + 16;
   static constexpr float UNIT = 1.f;
   static constexpr bool HAS_SUM_SCALES = true;
   struct Rows {
@@ -142,10 +169,18 @@ struct Fp8Blocks {
     }
     return fragment;
   }
+  // One scale does for all rows, which are 16 of the same block.
   template <int HALVES = 2>
-  static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
-#pragma unroll
-    for (int i = 0; i < HALVES; ++i) prefetch_l2(rows.codes[i] + offset);
+  static __device__ __forceinline__ void copy(uint8* slot, const Rows& rows, int offset, bool valid) {
+    copy_codes<HALVES>(slot, rows.codes, offset, valid);
+    if (threadIdx.x % WARP == 0) copy_async_4(slot + CODE_BYTES, rows.scales[0] + min((rows.k + offset) / BLOCK, rows.last_block));
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ Fragment read(const uint8* slot) {
+    Fragment fragment;
+    read_codes<HALVES>(slot, fragment.codes);
+    fragment.scales[0] = fragment.scales[1] = *reinterpret_cast<const float*>(slot + CODE_BYTES);
+    return fragment;
   }
   template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
@@ -170,7 +205,7 @@ struct Fp8Blocks {
 
 // Weights in bf16 [N, K]; no scales.
 struct Bf16 {
-  static constexpr int STEP = 32, GROUPS = 1;
+  static constexpr int STEP = 32, GROUPS = 1, SLOT_BYTES = CODE_BYTES;
   static constexpr float UNIT = 1.f;
   static constexpr bool HAS_SUM_SCALES = false;
   struct Rows {
@@ -192,9 +227,14 @@ struct Bf16 {
     return fragment;
   }
   template <int HALVES = 2>
-  static __device__ __forceinline__ void prefetch(const Rows& rows, int offset) {
-#pragma unroll
-    for (int i = 0; i < HALVES; ++i) prefetch_l2(rows.values[i] + 2 * offset);
+  static __device__ __forceinline__ void copy(uint8* slot, const Rows& rows, int offset, bool valid) {
+    copy_codes<HALVES>(slot, rows.values, 2 * offset, valid);
+  }
+  template <int HALVES = 2>
+  static __device__ __forceinline__ Fragment read(const uint8* slot) {
+    Fragment fragment;
+    read_codes<HALVES>(slot, fragment.values);
+    return fragment;
   }
   template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int, uint32 a[2][4]) {

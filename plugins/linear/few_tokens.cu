@@ -1,34 +1,36 @@
 // out[T, N] = x[T, K] weight^T for at most TOKENS (1, 2, 4 or 8) tokens: reads the weight once, at the speed of memory.
 //
-// A tile is TILE_ROWS rows by a part of K, which K_WARPS (4 or 8) warps share: SEGMENTS times STEPS steps each. A block works on ROW_TILES
-// tiles side by side and goes on to others of the same part of K, whose tokens stay in shared memory. The next STEPS steps
-// of a warp are on their way to registers while it multiplies. blockIdx.y is the part of K; if there are several, the
-// last block to finish a tile adds up the sums.
+// A tile is TILE_ROWS rows by a part of K, which K_WARPS warps share: they take turns at its steps, of which each has
+// SEGMENTS * DEPTH. A block works on ROW_TILES tiles side by side and goes on to others of the same part of K, whose tokens
+// stay in shared memory. A warp's next DEPTH steps are on their way to slots of its own. blockIdx.y is the part of K; if
+// there are several, the last block to finish a tile adds up the sums.
 // FORMAT: of weight_formats.cuh; OUTPUT: bf16 or float; SCALES_ROWS: whether rows have scales.
 #include "q4e.cuh"
 #include "weight_product.cuh"
 
-constexpr int THREADS = 256, TILE_ROWS = 8 * TILE_HALVES, TILE_THREADS = K_WARPS * WARP, ROW_TILES = THREADS / TILE_THREADS;
-constexpr int GROUPS = FORMAT::GROUPS, STRIDE = K_WARPS * FORMAT::STEP;
-constexpr int PART_COLUMNS = SEGMENTS * STEPS * STRIDE;
+constexpr int THREADS = 256, WARPS = THREADS / WARP, ROW_TILES = WARPS / K_WARPS, TILE_THREADS = K_WARPS * WARP;
+constexpr int TILE_ROWS = 8 * TILE_HALVES, GROUPS = FORMAT::GROUPS, STRIDE = K_WARPS * FORMAT::STEP;
+constexpr int STEPS = SEGMENTS * DEPTH, PART_COLUMNS = STEPS * STRIDE;
 // Tokens in shared memory, in units of 16 bytes: [step, group, token, lane of a row]; the padding avoids bank conflicts.
 constexpr int GROUP_UNITS = 4 * TOKENS + (GROUPS > 1 ? 8 / GROUPS : 0), STEP_UNITS = GROUPS * GROUP_UNITS;
 constexpr int SUM_STRIDE = TILE_ROWS + 4;
 constexpr int MAX_PART_TILES = 64;  // of one block, where K has parts
 
-using Fragment = FORMAT::Fragment;
-using Rows = FORMAT::Rows;
-
 // The tokens from column `first` on, zeros beyond the last column. A token that does not exist is the last one again.
 __device__ __forceinline__ void stage_tokens(uint4* staged, const bf16* x, int tokens, int columns, int first) {
-  constexpr int CHUNKS = PART_COLUMNS / 8, STEP_CHUNKS = FORMAT::STEP / 8;
-#pragma unroll 5
-  for (int i = threadIdx.x; i < TOKENS * CHUNKS; i += THREADS) {
-    const int token = i / CHUNKS, chunk = i % CHUNKS, k = first + 8 * chunk;
+  constexpr int STEP_CHUNKS = FORMAT::STEP / 8;
+  for (int chunk = threadIdx.x; chunk < PART_COLUMNS / 8; chunk += THREADS) {
+    const int k = first + 8 * chunk;
     const int step = chunk / STEP_CHUNKS, t = chunk % STEP_CHUNKS / GROUPS, group = chunk % GROUPS;
-    const bf16* from = x + int64(min(token, tokens - 1)) * columns + k;
-    uint4 values = k < columns ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
-    staged[step * STEP_UNITS + group * GROUP_UNITS + 4 * token + t] = FORMAT::arrange(values);
+    uint4* to = staged + step * STEP_UNITS + group * GROUP_UNITS + t;
+    uint4 values[TOKENS];
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) {
+      const bf16* from = x + int64(min(token, tokens - 1)) * columns + k;
+      values[token] = k < columns ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) to[4 * token] = FORMAT::arrange(values[token]);
   }
 }
 
@@ -38,9 +40,8 @@ __device__ __forceinline__ void add_parts(const PartialSums& partial, const Resu
   __shared__ bool is_last[MAX_PART_TILES];
   __syncthreads();
   const int mine = ceil_div(num_tiles - first_tile, int(gridDim.x));
-  if (threadIdx.x < mine) {
+  if (threadIdx.x < mine)
     is_last[threadIdx.x] = is_last_arrival(arrivals + first_tile + threadIdx.x * gridDim.x, partial.parts);
-  }
   __syncthreads();
   for (int i = threadIdx.x; i < mine * partial.tokens * TILE_ROWS; i += THREADS) {
     const int index = i / (TILE_ROWS * partial.tokens), token = i / TILE_ROWS % partial.tokens;
@@ -52,8 +53,8 @@ __device__ __forceinline__ void add_parts(const PartialSums& partial, const Resu
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 few_tokens(const bf16* x, const void* weight, const void* block_scales, const float* row_scales, OUTPUT* out,
            float* partial_sums, uint32* arrivals, int tokens, int rows, int columns) {
-  DYNAMIC_SHARED(uint4, staged);
-  __shared__ float sums[2][ROW_TILES * K_WARPS][TOKENS * SUM_STRIDE];
+  DYNAMIC_SHARED(uint8, shared);
+  __shared__ float sums[2][WARPS][TOKENS * SUM_STRIDE];
   if (START == 0) start_next();
   const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
   const int k_warp = warp % K_WARPS, row_tile = warp / K_WARPS;
@@ -64,25 +65,21 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
   const PartialSums partial = {partial_sums, tokens, rows, int(gridDim.y)};
   const Result<FORMAT, OUTPUT, SCALES_ROWS> result = {out, row_scales, rows};
 
+  uint8* ring = shared + warp * DEPTH * FORMAT::SLOT_BYTES;
+  uint4* staged = reinterpret_cast<uint4*>(shared + WARPS * DEPTH * FORMAT::SLOT_BYTES);
   auto locate = [&](int tile) {
     const int row = tile * TILE_ROWS + g;
     return FORMAT::locate(weight, block_scales, columns, min(row, rows - 1), min(row + 8, rows - 1), k);
   };
-  auto load = [&](const Rows& from, int tile, int step) {
-    return FORMAT::load<TILE_HALVES>(from, step * STRIDE, tile < num_tiles && k + step * STRIDE < columns);
+  auto copy = [&](const FORMAT::Rows& from, int tile, int step) {
+    const bool exists = tile < num_tiles && k + step * STRIDE < columns;
+    FORMAT::copy<TILE_HALVES>(ring + step % DEPTH * FORMAT::SLOT_BYTES, from, step * STRIDE, exists);
+    commit_copies();
   };
-  Fragment fragments[STEPS][1];
   int tile = first_tile + row_tile * gridDim.x;
-  Rows from = locate(tile);
+  FORMAT::Rows from = locate(tile);
 #pragma unroll
-  for (int step = 0; step < STEPS; ++step) fragments[step][0] = load(from, tile, step);
-  auto prefetch = [&](int tile) {
-    if (tile >= num_tiles) return;
-    const Rows ahead = locate(tile);
-    for (int step = 0; step < SEGMENTS * STEPS; ++step)
-      if (k + step * STRIDE < columns) FORMAT::prefetch<TILE_HALVES>(ahead, step * STRIDE);
-  };
-  for (int i = 1; i <= PREFETCH; ++i) prefetch(tile + i * tiles_apart);
+  for (int step = 0; step < DEPTH; ++step) copy(from, tile, step);
 
   if (START == 1) start_next();
   wait_for_previous();
@@ -95,31 +92,33 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
     const int token = threadIdx.x % TILE_THREADS / TILE_ROWS, row = tile * TILE_ROWS + threadIdx.x % TILE_ROWS;
     const float scale = result.scale(row);
     float products[1][2][4] = {};
-    if (PREFETCH) prefetch(tile + (PREFETCH + 1) * tiles_apart);
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       const bool is_last = segment == SEGMENTS - 1;  // its successor is the next tile's first
       if (is_last) from = locate(tile + tiles_apart);
 #pragma unroll
-      for (int i = 0; i < STEPS; ++i) {
-        const int step = segment * STEPS + i;
-        multiply_step<FORMAT, 1, 1, 2, TILE_HALVES>(fragments[i], mine + step * K_WARPS * STEP_UNITS, GROUP_UNITS, 0, products);
-        fragments[i][0] = load(from, is_last ? tile + tiles_apart : tile, is_last ? i : step + STEPS);
-        if (PIN) __syncwarp();  // the compiler would issue all loads behind the last product
+      for (int i = 0; i < DEPTH; ++i) {
+        const uint4* x_step = mine + (segment * DEPTH + i) * K_WARPS * STEP_UNITS;
+        wait_copies<DEPTH - 1>();
+        __syncwarp();
+        const FORMAT::Fragment fragment[1] = {FORMAT::read<TILE_HALVES>(ring + i * FORMAT::SLOT_BYTES)};
+        __syncwarp();
+        copy(from, is_last ? tile + tiles_apart : tile, is_last ? i : (segment + 1) * DEPTH + i);
+        multiply_step<FORMAT, 1, 1, 2, TILE_HALVES>(fragment, x_step, GROUP_UNITS, 0, products);
       }
     }
     auto& buffer = sums[round % 2];
 #pragma unroll
     for (int i = 0; i < 2 * TILE_HALVES; ++i)
       if (2 * t + i % 2 < TOKENS)
-        buffer[warp][(2 * t + i % 2) * SUM_STRIDE + g + i / 2 * 8] =
-            products[0][0][i] + products[0][1][i];
-    __syncthreads();
-    if (token < tokens && row < rows) {
+        buffer[warp][(2 * t + i % 2) * SUM_STRIDE + g + i / 2 * 8] = products[0][0][i] + products[0][1][i];
+    if (K_WARPS > 1) __syncthreads();
+    else __syncwarp();
+    for (int i = token; i < tokens && row < rows; i += TILE_THREADS / TILE_ROWS) {
       float sum = 0.f;
 #pragma unroll
-      for (int i = 0; i < K_WARPS; ++i) sum += buffer[row_tile * K_WARPS + i][token * SUM_STRIDE + threadIdx.x % TILE_ROWS];
-      if (gridDim.y == 1) result.store(token, row, sum, scale);
-      else *partial.at(blockIdx.y, token, row) = sum;
+      for (int j = 0; j < K_WARPS; ++j) sum += buffer[row_tile * K_WARPS + j][i * SUM_STRIDE + threadIdx.x % TILE_ROWS];
+      if (gridDim.y == 1) result.store(i, row, sum, scale);
+      else *partial.at(blockIdx.y, i, row) = sum;
     }
   }
   if (gridDim.y > 1) add_parts(partial, result, arrivals, first_tile, num_tiles);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 from quantized_checkpoints import store_fp8, write_quantized
 from safetensors.torch import load_file, save_file
 
+from qwen4exp_trt.builder import compile as compile_module
 from qwen4exp_trt.builder import planning
 from qwen4exp_trt.builder.__main__ import main
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.options import BuildOptions
+from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.manifest import ONNX_FILE, Manifest
 from qwen4exp_trt.runtime.program import Program
@@ -28,25 +31,29 @@ TABLE = "layers.0.ple.ple_embedding.ngram_embedding"
 PROMPTS = ["the quick brown fox", "the quick brown dog", "a lazy fox jumps over"]
 
 
+_export_once = cache(export_program)
+
+
 @pytest.fixture(autouse=True)
-def _no_estimate_of_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes as long as the rest of a tiny build."""
+def _quick_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One trace for all residencies, and no estimate of activations: most of the time of a tiny build."""
+    monkeypatch.setattr(compile_module, "export_program", _export_once)
     monkeypatch.setattr(planning, "estimate_activations", lambda config, dtype, limits: 0)
 
 
-def write_fp8(folder: Path) -> None:
+def write_fp8(folder: Path, tiny: Path) -> None:
     write_quantized(folder, "FP8", bundles.config_dict())
     bundles.write_text_files(folder)
 
 
-def write_float(folder: Path) -> None:
-    shutil.copytree(bundles.tiny_checkpoint(folder.parent / "tiny"), folder)
+def write_float(folder: Path, tiny: Path) -> None:
+    shutil.copytree(tiny, folder)
 
 
-FORMATS: dict[str, tuple[Callable[[Path], None], dict[str, Any], list[str]]] = {
+FORMATS: dict[str, tuple[Callable[[Path, Path], None], dict[str, Any], list[str]]] = {
     "bf16": (write_float, {}, [f"{TABLE}.weight"]),
     "fp8": (write_fp8, {}, [f"{TABLE}.codes"]),
-    "nvfp4": (write_fp8, {"ple": "nvfp4", "verify": True}, [f"{TABLE}.codes", f"{TABLE}.block_scales"]),
+    "nvfp4": (write_fp8, {"ple": "nvfp4"}, [f"{TABLE}.codes", f"{TABLE}.block_scales"]),
 }
 """How the checkpoint is written, the options of the build, and the weights that are the table."""
 
@@ -58,14 +65,18 @@ def texts_of(bundle: Path, prompts: list[str] = PROMPTS, max_tokens: int = 20, *
 
 
 @pytest.mark.parametrize("table", FORMATS)
-def test_residencies_of_a_table(table: str, tmp_path: Path) -> None:
+def test_residencies_of_a_table(table: str, checkpoint: Path, tmp_path: Path) -> None:
     write, options, table_weights = FORMATS[table]
-    write(tmp_path / "checkpoint")
+    write(tmp_path / "checkpoint", checkpoint)
     programs: dict[str, Program] = {}
     for residency in PleResidency:
         values = {"activation_dtype": "float32", **bundles.LIMITS} | options
         built = BuildOptions(
-            checkpoint=tmp_path / "checkpoint", output=tmp_path / residency, ple_residency=residency, **values
+            checkpoint=tmp_path / "checkpoint",
+            output=tmp_path / residency,
+            ple_residency=residency,
+            verify=(table, residency) == ("nvfp4", "disk"),
+            **values,
         )
         programs[residency] = build_bundle(built).program
         manifest = Manifest.load(tmp_path / residency)
@@ -83,8 +94,7 @@ def test_residencies_of_a_table(table: str, tmp_path: Path) -> None:
     assert texts_of(tmp_path / "disk", row_cache_bytes=500) == expected
 
 
-def test_a_residency_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkpoint = bundles.tiny_checkpoint(tmp_path / "checkpoint")
+def test_a_residency_is_printed(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--activation-dtype", "float32", "--max-seq-len", "64", "--ple-residency", "disk", "--config-only"]
     assert main([str(checkpoint), "-o", str(tmp_path / "bundle"), *argv]) == 0
     out = capsys.readouterr().out
@@ -93,9 +103,9 @@ def test_a_residency_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert tables["inputs"][-1]["gather"] == "ple_gather" and len(tables["inputs"][-1]["head_sizes"]) == 4
 
 
-def test_calibration_reads_rows_from_disk(tmp_path: Path) -> None:
+def test_calibration_reads_rows_from_disk(checkpoint: Path, tmp_path: Path) -> None:
     """Its scales are those of a table in memory."""
-    write_fp8(tmp_path / "checkpoint")
+    write_fp8(tmp_path / "checkpoint", checkpoint)
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 3)
     scales = []

@@ -86,7 +86,7 @@ def test_noise_is_exponential_and_depends_on_seed_draw_and_token() -> None:
 )
 def test_frequencies_follow_the_filtered_softmax(params: dict[str, Any], kept: int) -> None:
     logits = torch.tensor([1.0, 2.0, 1.0, -1.0, 0.0])
-    draws = 2000
+    draws = 800
     args = operands(logits.expand(draws, -1), [params] * draws)
     frequencies = torch.bincount(SPEC.overload(*args)[0].long(), minlength=5) / draws
     best = (logits / params.get("temperature", 1.0)).sort(descending=True)
@@ -106,7 +106,7 @@ def test_the_rank_and_the_logprob_are_of_the_raw_logits() -> None:
 
 FILTERS = [
     OFF | dict(zip(("temperature", "top_k", "top_p", "min_p"), values, strict=True))
-    for values in itertools.product((0.0, 0.05, 1.0), (0, 20), (0.9, 1.0), (0.0, 0.03))
+    for values in itertools.product((0.05, 1.0), (0, 20), (0.9, 1.0), (0.0, 0.03))
 ]
 
 
@@ -122,11 +122,11 @@ def check_kernels(args: list[Any]) -> list[Tensor]:
 
 
 def test_rows_of_many_chunks_with_any_filters() -> None:
-    check_kernels(operands(5 * normal(len(FILTERS), 4500), FILTERS, vocab_limit=4400))
+    check_kernels(operands(5 * normal(len(FILTERS), 2500), FILTERS, vocab_limit=2400))
 
 
 def test_a_row_does_not_depend_on_those_beside_it() -> None:
-    args = operands(3 * normal(4, 4100), [{"top_k": 30}, {"temperature": 0}, {}, {"top_p": 0.8}])
+    args = operands(3 * normal(4, 2100), [{"top_k": 30}, {"temperature": 0}, {}, {"top_p": 0.8}])
     together = check_kernels(args)
     for row in range(4):
         alone = run_emulated(SPEC, [arg[row : row + 1].clone() for arg in args[:-1]] + [0])
@@ -138,12 +138,12 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
     [{"top_p": 0.9}, {"top_k": 2600}, {"top_k": 3000, "top_p": 0.7}, {"min_p": 0.01, "top_p": 0.8}, {"min_p": 0.02}],
 )
 def test_more_candidates_than_there_is_room_for(params: dict[str, Any]) -> None:
-    logits = torch.cat([normal(1, 4300), (normal(1, 4300, 1) * 8).round() / 8])
+    logits = torch.cat([normal(1, 3500), (normal(1, 3500, 1) * 8).round() / 8])
     check_kernels(operands(logits, [params] * 2))
 
 
 def test_equal_logits_are_all_kept() -> None:
-    check_kernels(operands(torch.zeros(3, 4200), [{"top_k": 1}, {"top_p": 0.001}, {"temperature": 0}]))
+    check_kernels(operands(torch.zeros(3, 2200), [{"top_k": 1}, {"top_p": 0.001}, {"temperature": 0}]))
 
 
 def test_logits_far_apart() -> None:
