@@ -85,7 +85,7 @@ __device__ __forceinline__ void prefetch_tile(const CACHE* cache, int row) {
   constexpr int BYTES = HEAD_DIM * sizeof(CACHE);
   const int warp = threadIdx.x / WARP;
   if (BYTES % 16 || row < 0 || warp > 1) return;
-  prefetch_l2(cache + int64(row + warp * PAGE) * (HKV * HEAD_DIM), BYTES);
+  prefetch_l2_bytes(cache + int64(row + warp * PAGE) * (HKV * HEAD_DIM), BYTES);
 }
 
 // Scores of head rows g and g + 8 against tokens 2t, 2t + 1 of the warp's eight, as `mma_16x8x16` lays them out.

@@ -26,8 +26,8 @@ __device__ __forceinline__ void prefetch(int unit, const int* selected_groups, c
   walk.start(locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size), block_table, max_blocks);
   if (walk.now.token < 0) return;
   const CACHE* key = kv_cache + int64(walk.now.row()) * (HKV * HEAD_DIM);
-  prefetch_l2(key, BYTES);
-  prefetch_l2(key + PAGE * HKV * HEAD_DIM, BYTES);
+  prefetch_l2_bytes(key, BYTES);
+  prefetch_l2_bytes(key + PAGE * HKV * HEAD_DIM, BYTES);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
