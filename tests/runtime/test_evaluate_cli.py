@@ -113,5 +113,11 @@ def test_help_names_every_flag_and_default(capsys: Capture) -> None:
         parse_args(["--help"])
     text = " ".join(capsys.readouterr().out.split())
     flags = ("--against BUNDLE", "--window N", "--max-tokens N", "--json FILE", "--backend", "--device", "--checkpoint")
-    for part in (*flags, "(default: 512, or", "(default: all)", "(default: eager)", "(default: cpu, and cuda for an engine)"):
+    for part in (
+        *flags,
+        "(default: 512, or",
+        "(default: all)",
+        "(default: eager)",
+        "(default: cpu, and cuda for an engine)",
+    ):
         assert part in text

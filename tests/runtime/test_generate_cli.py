@@ -104,7 +104,12 @@ def test_help_names_every_flag_and_default(capsys: Capture) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for flag in ("--backend", "--device", "--checkpoint", "--max-tokens", "--seed", "--stop", "--top-k", "--chat"):
         assert flag in text
-    for default in ("(default: eager)", "(default: cpu, and cuda for an engine)", "(default: 128)", "generation_config.json"):
+    for default in (
+        "(default: eager)",
+        "(default: cpu, and cuda for an engine)",
+        "(default: 128)",
+        "generation_config.json",
+    ):
         assert default in text
 
 
