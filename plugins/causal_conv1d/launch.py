@@ -9,6 +9,8 @@ from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, c_type, item_byte
 
 _WARP, _CHUNK = 32, 8
 """Lanes along the channels, and the most rows of a block."""
+_MOST_CHUNKS = 32
+"""Of blocks along a sequence; with more rows, a thread loads its weights once for several."""
 
 
 def launches(call: Call) -> Iterator[Launch]:
@@ -26,7 +28,7 @@ def launches(call: Call) -> Iterator[Launch]:
     vector = next(n for n in (largest, largest // 2, smallest) if channels % n == 0 and width % n == 0)
     # A row a sequence, or as many blocks along a sequence as it has chunks when all are equally long.
     chunk = 1 if tokens <= sequences else _CHUNK
-    chunks = min(-(-tokens // (chunk * max(sequences, 1))), 65_535)
+    chunks = min(-(-tokens // (chunk * max(sequences, 1))), _MOST_CHUNKS)
     defines = (
         ("CHANNELS", channels),
         ("WIDTH", width),

@@ -1,5 +1,5 @@
-// The thin projections for many tokens, as a product of tiles: BLOCK_TOKENS by TILES * 16 weight rows, and for each such
-// tile a few blocks that share the columns. A second kernel adds these up.
+// The thin projections for many tokens, as a product of tiles: BLOCK_TOKENS by TILES * 16 weight rows, and for each
+// such tile a few blocks that share the columns. A second kernel adds these up.
 // ROWS, WIDTH: of the weight; STREAMS; TILES of 16 rows, BLOCK_TOKENS (64 or 128) and STAGES of a block; bf16 only.
 #include "hc_project/outputs.cuh"
 

@@ -1,5 +1,6 @@
-// A tile of the thin projections' weight times one stream of up to eight tokens, by tensor cores. The ten warps of a block
-// share the columns of the stream; each keeps its part of the weight in registers, loaded before there are activations.
+// A tile of the thin projections' weight times one stream of up to eight tokens, by tensor cores. The ten warps of a
+// block share the columns of the stream; each keeps its part of the weight in registers, loaded before there are
+// activations.
 // HIDDEN: columns of a stream, whole chunks of 32; STREAMS; ROWS: of the weight; bf16 only.
 #pragma once
 #include "q4e.cuh"
@@ -10,9 +11,9 @@ constexpr int CHUNK = 32, CHUNKS = HIDDEN / CHUNK, WARP_CHUNKS = ceil_div(CHUNKS
 constexpr int WIDTH = STREAMS * HIDDEN, ROW_TILES = ceil_div(ROWS, TILE_ROWS), PADDED_ROWS = ROW_TILES * TILE_ROWS;
 static_assert(HIDDEN % CHUNK == 0, "whole chunks");
 
-// Where lane `4 * group + part` of a warp works: its row of the tile (and the one 8 below), its token, and which 8 columns
-// of each chunk. The 8 columns are consecutive, so that they are one load. The order in which a tensor core contracts
-// them differs from the order in memory, alike for weights and activations.
+// Where lane `4 * group + part` of a warp works: its row of the tile (and the one 8 below), its token, and which 8
+// columns of each chunk. The 8 columns are consecutive, so that they are one load. The order in which a tensor core
+// contracts them differs from the order in memory, alike for weights and activations.
 __device__ __forceinline__ int lane_group() { return threadIdx.x % WARP / 4; }
 __device__ __forceinline__ int first_column() { return threadIdx.x / WARP * CHUNK + threadIdx.x % 4 * 8; }
 // Its chunks are WARPS * CHUNK columns apart.

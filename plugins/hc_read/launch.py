@@ -55,7 +55,7 @@ def _parts(call: Call) -> Iterator[Launch]:
     normed, lowrank = call.scratch(*shape, dtype=dtype), call.scratch(tokens, rank, dtype=dtype)
     operands = [call[name] for name in ("stack", "y", "inject", "gain", "combined")]
     args = (*operands, normed, F32(call.attrs["eps"]))
-    yield norm_launch(call, "hc_combine_norm", streams, shape, dtype, args)
+    yield norm_launch("hc_combine_norm", streams, shape, dtype, args)
     tensors = (normed, call["weight"], lowrank, call["next_inject"])
     yield from project(call, Projection(*tensors, tokens, rank + streams, streams * hidden, streams, dtype))
     yield gate_mix(

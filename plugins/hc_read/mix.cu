@@ -1,5 +1,5 @@
-// A read's second kernel for up to eight tokens: adds up what the streams' blocks projected, norms, and mixes. Every block
-// makes all low ranks for itself. Macros: those of gate_mix.cuh.
+// A read's second kernel for up to eight tokens: adds up what the streams' blocks projected, norms, and mixes. Every
+// block makes all low ranks for itself. Macros: those of gate_mix.cuh.
 #include "hc_gate_mix/gate_mix.cuh"
 
 constexpr int PADDED_ROWS = ceil_div(RANK + STREAMS, 16) * 16;

@@ -1,12 +1,13 @@
 // A read's first kernel for up to eight tokens: combine and thin projections of one stream by a tile of 16 weight rows.
-// Each block combines its whole stream, which costs less than a kernel of its own, and stores its share of it. The norm is
-// a factor of a stream: it comes after the product, in the second kernel, for which one of a stream's blocks adds up the
-// squares. Macros: those of stream_product.cuh, and TOKENS: room for 1, 2, 4 or 8 tokens, more than half of it taken.
+// Each block combines its whole stream, which costs less than a kernel of its own, and stores its share of it. The norm
+// is a factor of a stream: it comes after the product, in the second kernel, for which one of a stream's blocks adds up
+// the squares.
+// Macros: those of stream_product.cuh, and TOKENS: room for 1, 2, 4 or 8 tokens, more than half of it taken.
 #include "hc_norm/vectors.cuh"
 #include "hc_project/stream_product.cuh"
 
 constexpr int VECTORS = HIDDEN / 8, ITEMS = ceil_div(VECTORS, THREADS);  // of a token, and for a thread
-constexpr int GROUP = TOKENS < 2 ? TOKENS : 2;                           // tokens whose vectors a thread loads at once
+constexpr int GROUP = TOKENS == 8 ? 4 : TOKENS == 1 ? 1 : 2;             // tokens whose vectors a thread loads at once
 constexpr int SCALED_STRIDE = HIDDEN % 64 ? HIDDEN : HIDDEN + 32;        // rows that are read together share no bank
 
 __device__ __forceinline__ bool is_real(int token, int tokens) { return token <= TOKENS / 2 || token < tokens; }
@@ -48,7 +49,7 @@ __device__ __forceinline__ void combine_vector(const bf16* stack, const bf16* y,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hc_read_project(const bf16* stack, const bf16* y, const bf16* inject, const float* gain, const bf16* weight,
                 bf16* combined, float* partial, float* squares, int tokens) {
   DYNAMIC_SHARED(float, sums);                                  // [WARPS, TILE_ROWS, TILE_TOKENS]

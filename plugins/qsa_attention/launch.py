@@ -21,9 +21,9 @@ MAX_HEADS = 16
 MAX_HEAD_DIM = 512
 SLAB = 64
 """Output columns that a block of the merge has."""
-PREFETCH = 2
-EARLY_BYTES_PER_SM = 0
-BLOCKS_PER_SM = 2
+PREFETCH = 1
+"""Whether the rows of the tiles ahead are brought into L2."""
+BLOCKS_PER_SM = 3
 """Splits are as many as give each multiprocessor so many blocks: fewer leave it idle, more have more to merge."""
 
 
@@ -55,17 +55,13 @@ def launches(call: Call) -> Iterator[Launch]:
     in_cache = (("PAGE", d["P"]), ("CACHE", c_type(cache.dtype)))
     section = call.attrs["mrope_section"]
     rope = (("HALF", d["R"]), ("SECTION_H", section[1]), ("SECTION_W", section[2]))
-    head_blocks = -(-tokens * (num_heads + 2 * kv_heads) // (THREADS // 32))
-    num_bytes = tokens * entries * 2 * kv_heads * head_dim * cache.dtype.itemsize
-    is_early = bool(ratio) and num_bytes <= EARLY_BYTES_PER_SM * call.num_sms
-    prefetch_blocks = -(-tokens * -(-entries // TILE) // (THREADS // 32)) if is_early else 0
     yield Launch(
-        Kernel("qsa_attention/prepare.cu", "prepare", (*heads, *types, *in_cache, *rope, ("RATIO", ratio))),
-        grid=(head_blocks + prefetch_blocks, 1, 1),
+        Kernel("qsa_attention/prepare.cu", "prepare", (*heads, *types, *in_cache, *rope)),
+        grid=(-(-tokens * (num_heads + 2 * kv_heads) // (THREADS // 32)), 1, 1),
         threads=THREADS,
         args=(
-            *(qkv, call["q_gain"], call["k_gain"], call["positions"], call["inv_freq"], call["selected_groups"]),
-            *(cache, *batch, q, tokens, d["B"], d["MB"], d["G"], head_blocks, F32(call.attrs["eps"])),
+            *(qkv, call["q_gain"], call["k_gain"], call["positions"], call["inv_freq"], cache, *batch),
+            *(q, tokens, d["B"], d["MB"], F32(call.attrs["eps"])),
         ),
     )
     is_split = is_float or splits > 1

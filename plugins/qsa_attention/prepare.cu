@@ -1,8 +1,8 @@
 // Norm and rotation of the query and key heads, one warp a head of a token: queries go to `q`, keys and values to the
 // cache.
 // Macros: HEAD_DIM, HQ, HKV, HALF (half of the rotated dims), SECTION_H, SECTION_W (frequencies of the height and width
-// axes), PAGE (tokens of a page), RATIO, ACTIVATION: bf16 or float, CACHE: bf16, float or e4m3.
-#include "qsa_attention/selection.cuh"
+// axes), PAGE (tokens of a page), ACTIVATION: bf16 or float, CACHE: bf16, float or e4m3.
+#include "q4e.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
 constexpr int HEADS = HQ + 2 * HKV;  // query heads | key heads | value heads
@@ -14,40 +14,16 @@ __device__ __forceinline__ int axis_of(int frequency) {
   return frequency % 3 == 2 && frequency < 3 * SECTION_W ? 2 : 0;
 }
 
-// Asks for the cached rows of a tile of tokens of a query, one warp; `attend` is about to read them.
-__device__ __forceinline__ void prefetch(int unit, const int* selected_groups, const CACHE* kv_cache,
-                                         const int* query_start_loc, const int* seq_lens, const int* block_table,
-                                         const int* num_seqs, int num_tokens, int batch_size, int max_blocks,
-                                         int num_groups) {
-  constexpr int BYTES = HKV * HEAD_DIM * sizeof(CACHE);
-  const int tiles = ceil_div((num_groups + 1) * RATIO, TILE), token = unit / tiles;
-  if (BYTES % 16 || token >= num_tokens) return;
-  TileWalk walk(selected_groups + int64(token) * num_groups, num_groups, unit % tiles, tiles);
-  walk.start(locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size), block_table, max_blocks);
-  if (walk.now.token < 0) return;
-  const CACHE* key = kv_cache + int64(walk.now.row()) * (HKV * HEAD_DIM);
-  prefetch_l2_bytes(key, BYTES);
-  prefetch_l2_bytes(key + PAGE * HKV * HEAD_DIM, BYTES);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
 prepare(const ACTIVATION* qkv, const float* q_gain, const float* k_gain, const int* positions, const float* inv_freq,
-        const int* selected_groups, CACHE* kv_cache, const int* query_start_loc, const int* seq_lens,
-        const int* block_table, const int* num_seqs, ACTIVATION* q, int num_tokens, int batch_size, int max_blocks,
-        int num_groups, int head_blocks, float eps) {
+        CACHE* kv_cache, const int* query_start_loc, const int* seq_lens, const int* block_table, const int* num_seqs,
+        ACTIVATION* q, int num_tokens, int batch_size, int max_blocks, float eps) {
   __shared__ float normed[WARPS][HEAD_DIM];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int64 unit = int64(blockIdx.x) * WARPS + warp;
   const int token = int(unit / HEADS), head = int(unit % HEADS);
   const bool is_query = head < HQ, is_value = head >= HQ + HKV;
   const float* gain = is_query ? q_gain : k_gain;
-  if (int(blockIdx.x) >= head_blocks) {
-    wait_for_previous();
-    start_next();
-    prefetch((blockIdx.x - head_blocks) * WARPS + warp, selected_groups, kv_cache, query_start_loc, seq_lens,
-             block_table, num_seqs, num_tokens, batch_size, max_blocks, num_groups);
-    return;
-  }
   float gains[ITEMS], values[ITEMS], frequencies[ROTATED_ITEMS], sines[ROTATED_ITEMS], cosines[ROTATED_ITEMS];
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) gains[i] = i * WARP + lane < HEAD_DIM ? gain[i * WARP + lane] : 0.f;

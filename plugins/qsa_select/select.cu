@@ -35,13 +35,19 @@ struct Quad {
   }
 };
 
-// Four of `count` scores from `first` on; zeros are put for those that do not exist. The memory holds whole quads.
-__device__ __forceinline__ Quad load_quad(const uint32* scores, int first, int count) {
-  if (first >= count) return {};
-  const uint4 quad = *reinterpret_cast<const uint4*>(scores + first);
-  const int left = count - first;
-  return {{quad.x, left > 1 ? quad.y : 0, left > 2 ? quad.z : 0, left > 3 ? quad.w : 0}};
+// K quads of `count` scores, from `firsts` on. What does not exist is any score: `bits_below` tells. The memory holds whole
+// quads, and at least one.
+template <int K>
+__device__ __forceinline__ void load_quads(const uint32* scores, const int firsts[K], int count, Quad quads[K]) {
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    const uint4 quad = *reinterpret_cast<const uint4*>(scores + (firsts[k] < count ? firsts[k] : 0));
+    quads[k] = {{quad.x, quad.y, quad.z, quad.w}};
+  }
 }
+
+// A bit for each of four that is below `count`.
+__device__ __forceinline__ uint32 bits_below(int count) { return (1u << min(max(count, 0), 4)) - 1; }
 
 // How `count` quads are dealt out: to each warp the same number side by side, its lanes side by side, up to K times.
 // `of(k)` is this lane's k-th, or `count` if it has no such.
@@ -175,10 +181,7 @@ __device__ __forceinline__ int store_candidates(const Quad quads[K], const int g
   uint32 masks[K];
   int places[K];
 #pragma unroll
-  for (int k = 0; k < K; ++k) {
-    const int left = visible - groups[k];
-    masks[k] = left <= 0 ? 0 : quads[k].reaching(bound) & (left < 4 ? (1u << left) - 1 : 15u);
-  }
+  for (int k = 0; k < K; ++k) masks[k] = quads[k].reaching(bound) & bits_below(visible - groups[k]);
   const int total = block_places<K>(masks, places);
   if (total > MAX_CANDIDATES) return total;
 #pragma unroll
@@ -213,8 +216,8 @@ __device__ __forceinline__ int store_candidates_of_best(const uint32* scores, co
   for (int k = 0; k < BEST_QUADS; ++k) {
     const int quad = parts.of(k);
     groups[k] = quad < parts.count ? reaching[quad / (GROUPS / 4)] * GROUPS + quad % (GROUPS / 4) * 4 : visible;
-    quads[k] = load_quad(scores, groups[k], visible);
   }
+  load_quads<BEST_QUADS>(scores, groups, visible, quads);
   return store_candidates<BEST_QUADS>(quads, groups, bound, visible, candidates);
 }
 
@@ -288,9 +291,13 @@ select_groups(const uint32* all_scores, const int* query_start_loc, const int* s
   int groups[QUADS];
   const Deal deal(ceil_div(num_held, 4));
 #pragma unroll
+  for (int k = 0; k < QUADS; ++k) groups[k] = 4 * deal.of(k);
+  load_quads<QUADS>(held, groups, num_held, quads);
+#pragma unroll
   for (int k = 0; k < QUADS; ++k) {
-    groups[k] = 4 * deal.of(k);
-    quads[k] = load_quad(held, groups[k], num_held);
+    const uint32 exist = bits_below(num_held - groups[k]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) quads[k].scores[i] = exist >> i & 1 ? quads[k].scores[i] : 0;
   }
   const int num_searched = holds_all ? deal.count : num_held;
   const bool is_bounded = num_searched >= COUNT && num_held <= CAPACITY, by_quads = holds_all && is_bounded;

@@ -33,8 +33,9 @@ __device__ __forceinline__ void sort(uint64* keys, int size) {
 }
 
 // How many of the `count` sorted candidates are kept, ties with the last one included. With top-p alone, `all_mass` is
-// that of all tokens.
-__device__ __forceinline__ int count_kept(const uint64* keys, int count, const Filters& filters, uint64 all_mass) {
+// that of all tokens, and `mass_in_front` that of tokens nearer than all candidates.
+__device__ __forceinline__ int count_kept(const uint64* keys, int count, const Filters& filters, uint64 all_mass,
+                                          uint64 mass_in_front) {
   constexpr int OWN = MAX_CANDIDATES / THREADS;
   __shared__ int kept;
   const int width = filters.top_k > 0 ? min(filters.top_k, count) : count, first = OWN * threadIdx.x;
@@ -49,7 +50,7 @@ __device__ __forceinline__ int count_kept(const uint64* keys, int count, const F
   const uint64 limit = filters.mass_limit(filters.only_top_p() ? all_mass : scanned.total);
   if (threadIdx.x == 0) kept = 1;
   __syncthreads();
-  uint64 before = scanned.before;
+  uint64 before = mass_in_front + scanned.before;
   int last = 0;  // behind the last one that this thread finds kept
 #pragma unroll
   for (int i = 0; i < OWN; ++i) {
@@ -129,21 +130,30 @@ gather(const ACTIVATION* logits, const ACTIVATION* raw_logits, const float* temp
   candidates += int64(at) * MAX_CANDIDATES;
 
   int boundary = min(BINS - 1, bin_of(row.filters.floor));
-  uint64 all_mass = 0;
+  uint64 all_mass = 0, mass_in_front = 0;
+  bool only_boundary = false;  // top-p keeps too many to list them, but all in front of that bin
   if (row.filters.top_k > 0) {
     boundary = min(boundary, BinScan<BINS, uint32>(counter.counts).reaching(row.filters.top_k));
   } else if (row.filters.only_top_p()) {
     const BinScan<BINS, uint64> masses(counter.mass);
     all_mass = masses.scanned.total;
     boundary = masses.reaching(row.filters.mass_limit(all_mass));
+    uint64 count = 0, mass = 0;
+#pragma unroll 1
+    for (int bin = threadIdx.x; bin < boundary; bin += THREADS) count += counter.counts[bin], mass += counter.mass[bin];
+    only_boundary = block_scan(count).total + counter.counts[boundary] > MAX_CANDIDATES;
+    mass = block_scan(mass).total;
+    if (only_boundary) mass_in_front = mass;
   }
+  const int first_bin = only_boundary ? boundary : 0;
   float distances[ITEMS];
   uint64 own = 0;
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     const int id = blockIdx.x * CHUNK + i * THREADS + threadIdx.x;
     distances[i] = id < num_ids ? row.scale.distance(row.logits[id]) : -negative_infinity();
-    own += bin_of(distances[i]) <= boundary;
+    const int bin = bin_of(distances[i]);
+    own += first_bin <= bin && bin <= boundary;
   }
   const Scanned found = block_scan(own);
   if (threadIdx.x == 0 && found.total > 0) place = atomicAdd(&counter.num_candidates, uint32(found.total));
@@ -151,7 +161,8 @@ gather(const ACTIVATION* logits, const ACTIVATION* raw_logits, const float* temp
   uint32 next = place + uint32(found.before);
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
-    if (bin_of(distances[i]) > boundary) continue;
+    const int bin = bin_of(distances[i]);
+    if (bin < first_bin || bin > boundary) continue;
     const int id = blockIdx.x * CHUNK + i * THREADS + threadIdx.x;
     if (next < MAX_CANDIDATES) candidates[next] = candidate(distances[i], id);
     ++next;
@@ -169,7 +180,11 @@ gather(const ACTIVATION* logits, const ACTIVATION* raw_logits, const float* temp
 #pragma unroll 1
   for (int i = threadIdx.x; i < size; i += THREADS) keys[i] = i < count ? __ldcg(candidates + i) : ~uint64(0);
   sort(keys, size);
-  const int kept = count_kept(keys, count, row.filters, all_mass);
+  const int kept = count_kept(keys, count, row.filters, all_mass, mass_in_front);
+  if (only_boundary) {
+    if (threadIdx.x == 0) states[at] = {RACE, distance_of(keys[kept - 1])};
+    return;
+  }
   uint64 best = 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < kept; i += THREADS) {
