@@ -106,6 +106,9 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
 #pragma unroll
   for (int step = 0; step < DEPTH; ++step) copy(from, tile, step);
 
+  const int place = threadIdx.x % TILE_ROWS, token = threadIdx.x % TILE_THREADS / TILE_ROWS;  // of this thread's output
+  float scale = result.scale(tile * TILE_ROWS + place);
+
   start_next();
   wait_for_previous();
   stage_tokens(staged, x, tokens, columns, first_column);
@@ -114,8 +117,8 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
   const uint4* mine = staged + k_warp * STEP_UNITS + g % TOKENS * 4 + t;
   const int rounds = ceil_div(num_tiles, tiles_apart);
   for (int round = 0; round < rounds; ++round, tile += tiles_apart) {
-    const int token = threadIdx.x % TILE_THREADS / TILE_ROWS, row = tile * TILE_ROWS + threadIdx.x % TILE_ROWS;
-    const float scale = result.scale(row);
+    const int row = tile * TILE_ROWS + place;
+    const float next_scale = result.scale(row + tiles_apart * TILE_ROWS);
     float products[1][2][4] = {};
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       // A group of copies at the start of each segment, so that there are always DEPTH younger than a step's.
@@ -147,10 +150,11 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < K_WARPS; ++i)
-        sum += buffer[row_tile * K_WARPS + i][token * SUM_STRIDE + threadIdx.x % TILE_ROWS];
+        sum += buffer[row_tile * K_WARPS + i][token * SUM_STRIDE + place];
       if (gridDim.y == 1) result.store(token, row, sum, scale);
       else *partial.at(blockIdx.y, token, row) = sum;
     }
+    scale = next_scale;
   }
   if (gridDim.y > 1) add_parts(partial, result, arrivals, first_tile, num_tiles);
 }
