@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from qwen4exp_trt.plugins.kernels import (
+    MAX_SHARED_BYTES,
     NUM_SEMAPHORES,
     Arg,
     Call,
@@ -38,6 +38,17 @@ class WeightFormat:
     slot_bytes: int
     multiple: int
     most_tokens: int
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes of a row in a step."""
+        return 64 + (8 if self.name == "Nvfp4" else 0)
+
+    def tile_scale_bytes(self, rows: int, columns: int) -> int:
+        """Shared memory for the block scales of a tile."""
+        if self.name == "Nvfp4":
+            return rows * 16 * (columns // 256 | 1)
+        return 16 * _ceil_div(columns, 512) if self.name == "Fp8Blocks" else 0
 
 
 NVFP4 = WeightFormat("Nvfp4", 128, slot_bytes=1024 + 128, multiple=128, most_tokens=64)
@@ -82,10 +93,9 @@ def product_launches(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> I
     form = weight.format
     if x.dtype != torch.bfloat16 or weight.columns % form.multiple:
         yield _any_shape(x, weight, out)
-    elif x.count <= MOST_FEW:
-        yield _few_tokens(call, x, weight, out)
     else:
-        yield _many_tokens(call, x, weight, out)
+        few = _few_tokens(call, x, weight, out) if x.count <= MOST_FEW else None
+        yield few or _many_tokens(call, x, weight, out)
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -115,16 +125,15 @@ def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
 # --- few tokens -----------------------------------------------------------------------------------------------------
 
 FEW_WARPS = 8
-BLOCKS_PER_SM, RESIDENT, START = 2, 2, 1
 MOST_SLOTS = 6
-"""Steps of a warp that are on their way at once: each 16 bytes of two rows for every lane."""
-MOST_STAGED_COLUMNS = 2560
-"""Of the tokens that a block keeps in shared memory: 44 KiB if there are 8."""
-MOST_PARTS = 16
-MOST_ROWS_IN_PARTS = 8192
-"""Beyond, there is a tile for everybody."""
-WORTH_OF_PARTS = 0.9
-"""Of a product in parts of K beside one in a piece: the last block of a tile waits for the others, then adds up."""
+"""Steps of a warp that are on their way at once: each 16 bytes of one or two rows for every lane."""
+MOST_STAGED_BYTES = 56 * 1024
+"""Of the tokens that a block keeps in shared memory."""
+MOST_PARTS, MOST_ROWS_IN_PARTS = 16, 8192
+COST_OF_PARTS, COST_OF_A_PART = 64 * 1024, 4 * 1024
+"""Of K in parts: bytes that a multiprocessor reads while the last block of a tile waits for the others and adds up."""
+COST_OF_HALVES = 1.15
+"""Of tiles of 8 rows beside those of 16."""
 
 
 @dataclass(frozen=True)
@@ -143,52 +152,70 @@ class Split:
 
     @property
     def steps(self) -> int:
-        """Steps of all warps and parts, some of which may lie beyond K."""
-        return self.parts * self.k_warps * self.segments * self.depth
+        """Of a part; some may lie beyond K."""
+        return self.k_warps * self.segments * self.depth
+
+    def shared_bytes(self, tokens: int, columns: int, form: WeightFormat) -> tuple[int, int]:
+        """Dynamic and static shared memory."""
+        slots = FEW_WARPS * self.depth * 512 * self.halves
+        scales = 2 * FEW_WARPS // self.k_warps * form.tile_scale_bytes(8 * self.halves, self.steps * form.step)
+        staged = _staged_bytes(min(self.steps, _ceil_div(columns, form.step)), tokens, form)
+        return slots + scales + staged, 2 * 4 * FEW_WARPS * tokens * (8 * self.halves + 4) + 1024
 
 
-def split_product(rows: int, columns: int, step: int, num_sms: int) -> Split:
-    """The split that leaves the least idle: steps beyond K, and multiprocessors with fewer tiles than others."""
-    total = _ceil_div(columns, step)
+def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_sms: int) -> Split | None:
+    """The split in which the busiest multiprocessor has the least to do, or None; ``tokens`` are 1, 2, 4 or 8."""
 
-    def worth(split: Split) -> float:
-        tiles_of_sm = split.parts * _ceil_div(rows, 8 * split.halves) / num_sms
-        in_parts = WORTH_OF_PARTS if split.parts > 1 else 1
-        return total / split.steps * tiles_of_sm / math.ceil(tiles_of_sm) * in_parts * split.depth / (split.depth + 0.5)
+    def cost(split: Split) -> float:
+        busiest = _ceil_div(split.parts * _ceil_div(rows, 8 * split.halves), num_sms)
+        num_bytes = busiest * 8 * split.halves * columns / split.parts * form.step_bytes / form.step
+        in_parts = COST_OF_PARTS + split.parts * COST_OF_A_PART if split.parts > 1 else 0
+        waits = 1 + 0.5 / split.depth
+        return num_bytes * waits * (COST_OF_HALVES if split.halves == 1 else 1) + in_parts
 
-    def splits() -> Iterator[Split]:
-        least, most = _range_of_parts(rows, columns, step)
-        for parts in range(least, most + 1):
-            of_warp = _ceil_div(total, parts * 4)
-            for depth in range(1, min(of_warp, MOST_SLOTS) + 1):
-                yield Split(parts, _ceil_div(of_warp, depth), depth)
+    def deepest(parts: int, k_warps: int, halves: int) -> Iterator[Split]:
+        of_warp = _ceil_div(_ceil_div(columns, form.step), parts * k_warps)
+        splits = [Split(parts, _ceil_div(of_warp, depth), depth, k_warps, halves) for depth in range(1, MOST_SLOTS + 1)]
+        splits = [split for split in splits if sum(split.shared_bytes(tokens, columns, form)) <= MAX_SHARED_BYTES]
+        if splits:
+            yield min(splits, key=lambda split: split.segments * (split.depth + 0.5))
 
-    return max(splits(), key=worth)
+    splits = [
+        split
+        for parts in _numbers_of_parts(tokens, rows, columns, form)
+        for k_warps, halves in ((4, 2), (8, 1))
+        for split in deepest(parts, k_warps, halves)
+    ]
+    return min(splits, key=cost, default=None)
 
 
-def _range_of_parts(rows: int, columns: int, step: int) -> tuple[int, int]:
-    """The smallest and the largest number of parts of K."""
-    least = _ceil_div(columns, MOST_STAGED_COLUMNS)
-    most = min(MOST_PARTS, _ceil_div(columns, step * 4)) if rows <= MOST_ROWS_IN_PARTS else 1
-    return least, max(least, most)
+def _numbers_of_parts(tokens: int, rows: int, columns: int, form: WeightFormat) -> range:
+    """Into how many parts K may go: as many as keep the tokens small; one if there are tiles enough for everybody."""
+    least = _ceil_div(2 * tokens * columns, MOST_STAGED_BYTES)
+    if rows > MOST_ROWS_IN_PARTS:
+        return range(1, 2 if least == 1 else 1)
+    return range(least, max(least, min(MOST_PARTS, _ceil_div(columns, 4 * form.step))) + 1)
 
 
-def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch:
-    form = weight.format
-    split = split_product(weight.rows, weight.columns, form.step, call.num_sms)
+def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch | None:
+    form, tokens = weight.format, _power_of_two(x.count)
+    split = split_product(tokens, weight.rows, weight.columns, form, call.num_sms)
+    if split is None:
+        return None
+    blocks_per_sm = 3 if split.halves == 1 and tokens == 1 and form == NVFP4 else 2
     sizes = {
-        "TOKENS": 1 << (x.count - 1).bit_length(),
+        "TOKENS": tokens,
         "SEGMENTS": split.segments,
         "DEPTH": split.depth,
         "K_WARPS": split.k_warps,
         "TILE_HALVES": split.halves,
-        "BLOCKS_PER_SM": RESIDENT,
-        "START": START,
+        "IS_WHOLE": int(split.parts * split.steps == _ceil_div(weight.columns, form.step)),
+        "BLOCKS_PER_SM": blocks_per_sm,
     }
     blocks = _ceil_div(weight.rows, 8 * split.halves * FEW_WARPS // split.k_warps)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
-        grid=(min(blocks, max(BLOCKS_PER_SM * call.num_sms // split.parts, 1)), split.parts, 1),
+        grid=(min(blocks, max(blocks_per_sm * call.num_sms // split.parts, 1)), split.parts, 1),
         threads=FEW_WARPS * WARP,
         args=(
             x.values,
@@ -200,9 +227,12 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
             weight.rows,
             weight.columns,
         ),
-        shared_bytes=FEW_WARPS * split.depth * form.slot_bytes
-        + _staged_bytes(split.steps // split.parts, sizes["TOKENS"], form),
+        shared_bytes=split.shared_bytes(tokens, weight.columns, form)[0],
     )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 # --- many tokens ----------------------------------------------------------------------------------------------------
@@ -270,14 +300,14 @@ def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launc
 def _staged_bytes(steps: int, tokens: int, form: WeightFormat) -> int:
     """Of so many steps of tokens in shared memory, padded against bank conflicts."""
     groups = form.step // 32
-    return 16 * steps * groups * (4 * tokens + (8 // groups if groups > 1 else 0))
+    return 16 * steps * groups * (4 * tokens + (8 // groups if groups > 1 and tokens > 1 else 0))
 
 
 def _partial_sums(call: Call, x: Tokens, weight: Weight) -> ScratchRef:
     """Scratch for the sums of all parts of K, of a size that neither more tokens nor more multiprocessors reduce."""
-    form = weight.format
-    _, parts = _range_of_parts(weight.rows, weight.columns, form.step)
-    floats = parts * min(x.count, MOST_FEW) * weight.rows if parts > 1 else 0
+    tokens = min(x.count, MOST_FEW)
+    parts = _numbers_of_parts(_power_of_two(tokens), weight.rows, weight.columns, weight.format)
+    floats = parts[-1] * tokens * weight.rows if len(parts) and parts[-1] > 1 else 0
     if x.count > MOST_FEW:
         tile = max((tile for tile in TILES), key=lambda tile: tile.blocks_per_sm * tile.tokens * tile.rows)
         floats = max(floats, call.num_sms * tile.blocks_per_sm * tile.tokens * tile.rows)

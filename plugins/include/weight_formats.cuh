@@ -13,8 +13,11 @@
 //   Fragment, load         one step of it, `offset` elements further on; zeros where not `valid`
 //   decode                 one group of a fragment as the A operands of two mmas
 //   SLOT_BYTES, copy, read the same by way of shared memory: `copy` starts to fill a warp's slot, `read` is behind
-//                          `wait_copies` and a barrier of the warp. Of the slot, 1024 bytes are codes
-//                          With HALVES = 1 these know the rows `low` only, and the others count as zero.
+//                          `wait_copies` and a barrier of the warp
+//   copy_values, copy_scales, read_tile
+//                          and with the block scales of a whole tile, 8 * HALVES rows by COLUMNS, in one place of
+//                          `scale_bytes`, which THREADS threads start to fill together: fewer and larger requests
+//                          With HALVES = 1 all of these know the rows `low` only, and the others count as zero.
 //   arrange                8 activations as the B operands of those
 //   value                  one element, without UNIT
 // Rows start at multiples of 16 bytes, so K is a multiple of 8 * GROUPS. No load is by `__ldg`, see `load_streaming`.
@@ -112,6 +115,39 @@ struct Nvfp4 {
     for (int i = 0; i < HALVES; ++i) fragment.scales[i] = scales[32 * i];
     return fragment;
   }
+  template <int HALVES>
+  static __device__ __forceinline__ void copy_values(uint8* slot, const Rows& rows, int offset, bool valid) {
+    copy_codes<HALVES>(slot, rows.codes, offset / 2, valid);
+  }
+  // An odd number of 16 bytes, so that 8 rows lie in different banks.
+  static __device__ __forceinline__ constexpr int scale_pitch(int columns) { return (columns / 256 | 1) * 16; }
+  static __device__ __forceinline__ constexpr int scale_bytes(int halves, int columns) {
+    return 8 * halves * scale_pitch(columns);
+  }
+  template <int HALVES, int COLUMNS, int THREADS>
+  static __device__ __forceinline__ void copy_scales(uint8* to, const void* scales, int first_row, int rows,
+                                                     int first_column, int columns, int thread) {
+    constexpr int PIECES = COLUMNS / STEP;
+#pragma unroll
+    for (int i = thread; i < 8 * HALVES * PIECES; i += THREADS) {
+      const int row = i / PIECES, piece = i % PIECES, column = first_column + piece * STEP;
+      const int64 from = int64(min(first_row + row, rows - 1)) * (uint32(columns) / 16) + uint32(column) / 16;
+      if (column < columns)
+        copy_async_8(to + row * scale_pitch(COLUMNS) + 8 * piece, static_cast<const uint8*>(scales) + from);
+    }
+  }
+  template <int HALVES, int COLUMNS>
+  static __device__ __forceinline__ Fragment read_tile(const uint8* slot, const uint8* scales, int step) {
+    Fragment fragment;
+    read_codes<HALVES>(slot, fragment.codes);
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) {
+      const uint8* from = scales + (8 * i + g) * scale_pitch(COLUMNS) + 2 * t;
+      fragment.scales[i] = *reinterpret_cast<const uint16*>(from + 8 * step);
+    }
+    return fragment;
+  }
   template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
     uint32 words[HALVES][4];
@@ -182,6 +218,28 @@ struct Fp8Blocks {
     fragment.scales[0] = fragment.scales[1] = *reinterpret_cast<const float*>(slot + CODE_BYTES);
     return fragment;
   }
+  template <int HALVES>
+  static __device__ __forceinline__ void copy_values(uint8* slot, const Rows& rows, int offset, bool valid) {
+    copy_codes<HALVES>(slot, rows.codes, offset, valid);
+  }
+  static __device__ __forceinline__ constexpr int scale_bytes(int, int columns) { return ceil_div(columns, BLOCK * 4) * 16; }
+  // All rows of a tile are of the same blocks.
+  template <int HALVES, int COLUMNS, int THREADS>
+  static __device__ __forceinline__ void copy_scales(uint8* to, const void* scales, int first_row, int rows,
+                                                     int first_column, int columns, int thread) {
+    const int blocks = ceil_div(columns, BLOCK), row_block = min(first_row, rows - 1) / BLOCK;
+    const float* from = static_cast<const float*>(scales) + int64(row_block) * blocks;
+#pragma unroll
+    for (int i = thread; i < COLUMNS / BLOCK; i += THREADS)
+      copy_async_4(to + 4 * i, from + min(first_column / BLOCK + i, blocks - 1));
+  }
+  template <int HALVES, int COLUMNS>
+  static __device__ __forceinline__ Fragment read_tile(const uint8* slot, const uint8* scales, int step) {
+    Fragment fragment;
+    read_codes<HALVES>(slot, fragment.codes);
+    fragment.scales[0] = fragment.scales[1] = reinterpret_cast<const float*>(scales)[step * STEP / BLOCK];
+    return fragment;
+  }
   template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
     uint32 words[HALVES][4];
@@ -232,6 +290,19 @@ struct Bf16 {
   }
   template <int HALVES = 2>
   static __device__ __forceinline__ Fragment read(const uint8* slot) {
+    Fragment fragment;
+    read_codes<HALVES>(slot, fragment.values);
+    return fragment;
+  }
+  template <int HALVES>
+  static __device__ __forceinline__ void copy_values(uint8* slot, const Rows& rows, int offset, bool valid) {
+    copy_codes<HALVES>(slot, rows.values, 2 * offset, valid);
+  }
+  static __device__ __forceinline__ constexpr int scale_bytes(int, int) { return 0; }
+  template <int HALVES, int COLUMNS, int THREADS>
+  static __device__ __forceinline__ void copy_scales(uint8*, const void*, int, int, int, int, int) {}
+  template <int HALVES, int COLUMNS>
+  static __device__ __forceinline__ Fragment read_tile(const uint8* slot, const uint8*, int) {
     Fragment fragment;
     read_codes<HALVES>(slot, fragment.values);
     return fragment;

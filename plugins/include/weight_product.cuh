@@ -63,7 +63,7 @@ struct Result {
   int rows;
 
   __device__ __forceinline__ float scale(int row) const {
-    return HAS_ROW_SCALES && row < rows ? __ldg(row_scales + row) * Format::UNIT : Format::UNIT;
+    return HAS_ROW_SCALES && row < rows ? row_scales[row] * Format::UNIT : Format::UNIT;
   }
   __device__ __forceinline__ void store(int token, int row, float sum, float scale) const {
     out[int64(token) * rows + row] = from_float<Output>(sum * scale);

@@ -98,21 +98,32 @@ many_tokens(const bf16* x, const void* weight, const void* block_scales, const f
     totals[(k_warp * TOKENS + token) * SUM_STRIDE + row] = sums[row_tile][i / 4 % TILES][i % 4];
   }
   __syncthreads();
-  const int place = threadIdx.x % ROWS, row = first_row + place;
-  const int end = min(TOKENS, tokens - first_token);
+  // A thread finishes OUTPUTS tokens of one row. Reads of all of them are under way at once.
+  constexpr int OUTPUTS = TOKENS * ROWS / THREADS;
+  const int place = threadIdx.x % ROWS, row = first_row + place, first = threadIdx.x / ROWS;
   const Result<FORMAT, OUTPUT, SCALES_ROWS> result = {out, row_scales, rows};
   const PartialSums partial = {partial_sums, tokens, rows, int(gridDim.z)};
   const float scale = result.scale(row);
-#pragma unroll 8
-  for (int token = threadIdx.x / ROWS; token < end && row < rows; token += THREADS / ROWS) {
-    float sum = 0.f;
+  auto exists = [&](int i) { return first_token + first + i * (THREADS / ROWS) < tokens && row < rows; };
+  auto token = [&](int i) { return first_token + first + i * (THREADS / ROWS); };
+  float outputs[OUTPUTS] = {};
 #pragma unroll
-    for (int i = 0; i < K_WARPS; ++i) sum += totals[(i * TOKENS + token) * SUM_STRIDE + place];
-    if (gridDim.z == 1) result.store(first_token + token, row, sum, scale);
-    else *partial.at(blockIdx.z, first_token + token, row) = sum;
+  for (int i = 0; i < OUTPUTS; ++i) {
+#pragma unroll
+    for (int j = 0; j < K_WARPS; ++j) outputs[i] += totals[(j * TOKENS + first + i * (THREADS / ROWS)) * SUM_STRIDE + place];
+    if (gridDim.z > 1 && exists(i)) *partial.at(blockIdx.z, token(i), row) = outputs[i];
   }
-  if (gridDim.z == 1 || !is_last_block(arrivals + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z)) return;
-#pragma unroll 8
-  for (int token = threadIdx.x / ROWS; token < end && row < rows; token += THREADS / ROWS)
-    result.store(first_token + token, row, partial.total(first_token + token, row), scale);
+  if (gridDim.z > 1) {
+    if (!is_last_block(arrivals + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z)) return;
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; ++i) outputs[i] = 0.f;
+    for (int part = 0; part < partial.parts; ++part) {
+#pragma unroll
+      for (int i = 0; i < OUTPUTS; ++i)
+        if (exists(i)) outputs[i] += __ldcg(partial.at(part, token(i), row));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < OUTPUTS; ++i)
+    if (exists(i)) result.store(token(i), row, outputs[i], scale);
 }

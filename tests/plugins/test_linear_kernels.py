@@ -11,7 +11,7 @@ from op_checks import equal_bits, rms_error
 
 from qwen4exp_trt.plugins.compile import compile_kernel
 from qwen4exp_trt.plugins.kernels import MAX_SHARED_BYTES, Plan
-from qwen4exp_trt.plugins.linear_launch import Split, split_product
+from qwen4exp_trt.plugins.linear_launch import NVFP4, Split, split_product
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.plugins.sample_batches import normal, sample_fp8, sample_nvfp4
 
@@ -75,14 +75,12 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
         assert equal_bits(clean[keep], got[keep])
 
 
-def test_columns_are_split_so_that_all_multiprocessors_work() -> None:
-    assert split_product(16384, 2560, 128, 132) == Split(1, 1, 5)
-    assert split_product(248320, 2560, 128, 48) == Split(1, 1, 5)
-    assert split_product(2560, 6144, 128, 132) == Split(4, 1, 3)
-    assert split_product(2560, 10240, 128, 132) == Split(4, 1, 5)
-    for columns in (128, 1024, 6144, 10240, 65536):
-        for rows in (1, 100, 2560, 9000):
-            assert split_product(rows, columns, 128, 48).steps * 128 >= columns
+def test_products_are_split_so_that_all_multiprocessors_work() -> None:
+    assert split_product(1, 16384, 2560, NVFP4, 132) == Split(1, 1, 5)
+    assert split_product(1, 248320, 2560, NVFP4, 48) == Split(1, 1, 5)
+    assert split_product(1, 2560, 6144, NVFP4, 132) == Split(1, 1, 6, k_warps=8, halves=1)
+    assert split_product(8, 2560, 10240, NVFP4, 132) is not None
+    assert split_product(8, 9000, 10240, NVFP4, 132) is None  # too many columns for one part, too many rows for several
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -103,8 +101,8 @@ def test_kernels_fit(op: str, arch: str) -> None:
     num_sms = {"sm_121a": 48, "sm_90": 132, "sm_80": 108}[arch]
     launches = {
         launch.kernel: launch
-        for rows, columns in RELEASED[:3]
-        for tokens in (1, 8, 16, 32, 64)
+        for rows, columns in (*RELEASED[:1], RELEASED[2], RELEASED[4])
+        for tokens in (1, 2, 4, 8, 16, 32, 64)
         for launch in plan(op, tokens, rows, columns, num_sms).launches
     }
     for launch in launches.values():
