@@ -85,34 +85,34 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
   uint8* ring = shared + warp * DEPTH * SLOT_BYTES;
   uint8* scales = shared + WARPS * DEPTH * SLOT_BYTES + row_tile * 2 * SCALE_BYTES;
   uint4* staged = reinterpret_cast<uint4*>(shared + WARPS * DEPTH * SLOT_BYTES + ROW_TILES * 2 * SCALE_BYTES);
-  auto copy_scales = [&](int tile, int place) {
-    if (tile < num_tiles)
-      FORMAT::copy_scales<TILE_HALVES, PART_COLUMNS, TILE_THREADS>(scales + place * SCALE_BYTES, block_scales, tile * TILE_ROWS,
-                                                                   rows, first_column, columns, threadIdx.x % TILE_THREADS);
-    commit_copies();
-  };
   auto locate = [&](int tile) {
     const int row = tile * TILE_ROWS + g;
     return FORMAT::locate(weight, block_scales, columns, min(row, rows - 1), min(row + 8, rows - 1), k);
   };
-  auto copy = [&](const FORMAT::Rows& from, int tile, int step) {
+  auto copy_step = [&](const FORMAT::Rows& from, int tile, int step, int slot) {
     const bool exists = tile < num_tiles && k + step * STRIDE < columns;
-    FORMAT::copy_values<TILE_HALVES>(ring + step % DEPTH * SLOT_BYTES, from, step * STRIDE, exists);
-    commit_copies();
+    FORMAT::copy_values<TILE_HALVES>(ring + slot * SLOT_BYTES, from, step * STRIDE, exists);
+  };
+  auto copy_scales = [&](int tile, int place) {
+    if (tile < num_tiles)
+      FORMAT::copy_scales<TILE_HALVES, PART_COLUMNS, TILE_THREADS>(scales + place * SCALE_BYTES, block_scales, tile * TILE_ROWS,
+                                                                   rows, first_column, columns, threadIdx.x % TILE_THREADS);
   };
   int tile = first_tile + row_tile * gridDim.x;
-  copy_scales(tile, 0);
   FORMAT::Rows from = locate(tile);
 #pragma unroll
-  for (int step = 0; step < DEPTH; ++step) copy(from, tile, step);
-
+  for (int step = 0; step < DEPTH; ++step) {
+    copy_step(from, tile, step, step);
+    if (step == 0) copy_scales(tile, 0);
+    commit_copies();
+  }
   const int place = threadIdx.x % TILE_ROWS, token = threadIdx.x % TILE_THREADS / TILE_ROWS;  // of this thread's output
   float scale = result.scale(tile * TILE_ROWS + place);
 
   start_next();
   wait_for_previous();
   stage_tokens(staged, x, tokens, columns, first_column);
-  wait_copies<DEPTH>();  // but for the steps, the scales
+  wait_copies<DEPTH - 1>();
   __syncthreads();
   const uint4* mine = staged + k_warp * STEP_UNITS + g % TOKENS * 4 + t;
   const int rounds = ceil_div(num_tiles, tiles_apart);
@@ -123,10 +123,10 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
     for (int segment = 0; segment < SEGMENTS; ++segment) {
       // A group of copies at the start of each segment, so that there are always DEPTH younger than a step's.
       if (segment == 0) copy_scales(tile + tiles_apart, (round + 1) % 2);
-      else commit_copies();
+      commit_copies();
       const bool is_last = segment == SEGMENTS - 1;  // its successor is the next tile's first
       if (is_last) from = locate(tile + tiles_apart);
-#pragma unroll
+#pragma unroll UNROLL
       for (int i = 0; i < DEPTH; ++i) {
         const int step = (segment * DEPTH + i) * K_WARPS;
         wait_copies<DEPTH>();
@@ -134,7 +134,8 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
         const FORMAT::Fragment fragment[1] = {FORMAT::read_tile<TILE_HALVES, PART_COLUMNS>(
             ring + i * SLOT_BYTES, scales + round % 2 * SCALE_BYTES, step + k_warp)};
         __syncwarp();
-        copy(from, is_last ? tile + tiles_apart : tile, is_last ? i : (segment + 1) * DEPTH + i);
+        copy_step(from, is_last ? tile + tiles_apart : tile, is_last ? i : (segment + 1) * DEPTH + i, i);
+        commit_copies();
         if (IS_WHOLE || first_column + (step + k_warp) * FORMAT::STEP < columns)
           multiply_step<FORMAT, 1, 1, 2, TILE_HALVES>(fragment, mine + step * STEP_UNITS, GROUP_UNITS, 0, products);
       }
