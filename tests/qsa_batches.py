@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.registry import all_specs
+
+all_specs()  # registers the ops
 
 def select_operands(
     query_lens: Sequence[int],
