@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 # The suite runs two processes side by side; each keeps to one core.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.PHONY: setup demo test test-all gpu lint golden bench clean
+.PHONY: setup demo test test-all gpu lint golden bench bench-gpu clean
 
 setup: $(READY)
 
@@ -49,6 +49,10 @@ bench: setup
 	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json --precision nvfp4-w4a4
 	$(BIN)/python benchmarks/evaluate_demo.py
 	$(BIN)/python benchmarks/load_weights.py
+
+bench-gpu: setup
+	$(BIN)/python benchmarks/run_kernels.py
+	$(BIN)/python benchmarks/decode_full_size.py tests/fixtures/released_config.json
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info src/*.egg-info

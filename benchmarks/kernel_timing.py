@@ -2,7 +2,7 @@
 
 `cold` flushes the L2 cache before each call: the work of a graph that flushes and calls, less one that only flushes.
 `chained` runs calls on distinct operands back to back, as a model does. A fraction is the time that a copy which moves
-the same bytes takes, measured in the same way and run, over the time of the call.
+the same bytes takes, measured in the same way in the same run, over the time of the call.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 ROUNDS = 15
 CALLS = 20
 FLUSH_BYTES = 192 << 20
+MOST_COPIES = 256
 
-Work = Callable[[], object]
+Work = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -48,26 +49,34 @@ def cold(name: str, work: Work, num_bytes: int) -> Timing:
 
 def chained(name: str, works: Sequence[Work], num_bytes: int) -> Timing:
     """The mean of calls back to back in one graph; ``num_bytes`` of one call. Give enough to overflow the L2 cache."""
-    for work in works:
-        work()
-    micros = _graph_microseconds(lambda: [work() for work in works]) / len(works)
-    return Timing(name, micros, num_bytes, _copy_rate_microseconds(num_bytes))
+    return Timing(name, _chained_microseconds(works), num_bytes, _chained_copy_microseconds(num_bytes))
 
 
 @cache
 def copy_microseconds(num_bytes: int) -> float:
-    """A copy with a cold cache that reads and writes ``num_bytes`` altogether."""
-    source = torch.empty(max(num_bytes // 2, 16), dtype=torch.uint8, device="cuda").random_()
-    target = torch.empty_like(source)
-    return _cold_microseconds(lambda: target.copy_(source))
+    """A copy with a cold cache that reads and writes ``num_bytes`` altogether: the faster of the two kinds."""
+    return min(map(_cold_microseconds, _copies(num_bytes)))
 
 
 @cache
-def _copy_rate_microseconds(num_bytes: int) -> float:
-    """Its share of a copy that is much larger than the cache: what chained calls are compared with."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+def _chained_copy_microseconds(num_bytes: int) -> float:
+    """The same of copies of distinct memory back to back, altogether larger than the cache."""
+    count = max(FLUSH_BYTES // max(num_bytes, 1), 4)
+    by_kind = zip(*[_copies(num_bytes) for _ in range(min(count, MOST_COPIES))], strict=True)
+    return min(map(_chained_microseconds, by_kind))
+
+
+def _copies(num_bytes: int) -> tuple[Work, Work]:
+    """A copy by the memory engine and one by a kernel, of which now one and now the other is faster."""
+    source = torch.rand(max(num_bytes // 8, 4), device="cuda")
     target = torch.empty_like(source)
-    return _graph_microseconds(lambda: target.copy_(source)) * num_bytes / (2 << 30)
+    return lambda: target.copy_(source), lambda: torch.add(source, 0, out=target)
+
+
+def _chained_microseconds(works: Sequence[Work]) -> float:
+    for work in works:
+        work()
+    return _graph_microseconds(lambda: [work() for work in works]) / len(works)
 
 
 def _cold_microseconds(work: Work) -> float:

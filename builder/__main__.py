@@ -23,8 +23,7 @@ from qwen4exp_trt.builder.options import (
     BuildOptions,
     PlanOptions,
 )
-from qwen4exp_trt.builder.plan import Plan, PleResidency
-from qwen4exp_trt.builder.plan_moves import BUILD_MOVES
+from qwen4exp_trt.builder.plan import Plan
 from qwen4exp_trt.builder.plan_report import describe_misfit, describe_total, format_plan, size
 from qwen4exp_trt.builder.planning import plan_bundle, read_stored_weights, weight_plan_for
 from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS
@@ -34,6 +33,7 @@ from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, KERNELS_DIR, Manifest
 from qwen4exp_trt.runtime.progress_line import ProgressLine
+from qwen4exp_trt.runtime.specs import PleResidency
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND
 
 PROG = "qwen4exp-build"
@@ -72,12 +72,6 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
     add(
         "--plan", action="store_true", help="print what it will need and exit with 2 if that does not fit (default: no)"
     )
-    add(
-        "--ple-residency",
-        choices=PLE_RESIDENCIES,
-        default=PleResidency.DEVICE.value,
-        help="with --plan: where the n-gram table is (default: %(default)s)",
-    )
     values: dict[str, Any] = vars(parser.parse_args(argv))
     for name in ("keep", "kernel_target"):
         values[name] = tuple(values[name])
@@ -108,6 +102,13 @@ def _add_weight_options(add: Callable[..., Any]) -> None:
         default=[],
         metavar="PATTERN",
         help="weights that stay as the checkpoint has them, such as 'layers.0.*' or 'lm_head.*'; may be repeated",
+    )
+    add(
+        "--ple-residency",
+        choices=PLE_RESIDENCIES,
+        default=PleResidency.DEVICE.value,
+        help="where the n-gram table is at run time: in the memory of the GPU or of the host, or in its files, of "
+        "which the rows of each step are read (default: %(default)s)",
     )
     add("--calibration", type=Path, metavar="TEXT", help=f"text file that --precision {W4A4} needs to find its scales")
     add(
@@ -182,7 +183,7 @@ class _Printer(Reporter):
     def show_plan(self, plan: Plan, weights: list[WeightTableRow]) -> None:
         self.finish()
         print(f"\n{format_plan(plan)}\n\n{format_weight_table(weights)}\n", flush=True)
-        if (misfit := describe_misfit(plan, BUILD_MOVES)) is not None:
+        if (misfit := describe_misfit(plan)) is not None:
             print(f"{PROG}: warning: {misfit}", file=sys.stderr)
 
     def show_conversion(self, folder: str, num_files: int, num_there: int, num_bytes: int, free_bytes: int) -> None:
@@ -238,8 +239,8 @@ def _describe_kernels(manifest: Manifest) -> str:
 
 def _describe_precision(manifest: Manifest) -> str:
     return (
-        f"{manifest.precision}, n-gram table {manifest.ple_precision}, activations {manifest.activation_dtype}, "
-        f"KV cache {manifest.kv_cache_dtype}"
+        f"{manifest.precision}, n-gram table {manifest.ple_precision} on {manifest.ple_residency}, "
+        f"activations {manifest.activation_dtype}, KV cache {manifest.kv_cache_dtype}"
     )
 
 

@@ -32,6 +32,7 @@ from qwen4exp_trt.builder.weight_source import WeightSource, open_weight_source
 from qwen4exp_trt.builder.weight_table import WeightTableRow, weight_table
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import resolve_weights
+from qwen4exp_trt.passes.patterns import ngram_table_weights
 from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.passes.verification import Verifier
 from qwen4exp_trt.plugins.registry import op_versions
@@ -48,8 +49,10 @@ from qwen4exp_trt.runtime.manifest import (
     Manifest,
 )
 from qwen4exp_trt.runtime.materialize import load_weights
+from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import save_program
+from qwen4exp_trt.runtime.specs import PleResidency
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 from qwen4exp_trt.runtime.trt_module import load_trt
 
@@ -180,8 +183,9 @@ def _calibrate(job: _Job, text: CalibrationText) -> Calibration:
     needed = sum(spec.tensor.num_bytes({}) for spec in program.weights)
     check_memory(needed, "calibration", "it runs the whole model: calibrate where that fits, or give --ple nvfp4")
     weights = load_weights(program.weights, job.source.reader, progress=job.reporter.progress)
+    rows = NgramRows(program.inputs, job.source.reader, num_slots=1)
     job.reporter.stage("calibrate")
-    return calibrate(program, weights, job.limits, text, job.reporter.progress)
+    return calibrate(program, weights, rows, job.limits, text, job.reporter.progress)
 
 
 def _compile(job: _Job, quantization: Quantization) -> tuple[CompiledProgram, dict[str, float]]:
@@ -239,6 +243,8 @@ def _manifest(
         config=job.config.to_dict(),
         precision=options.precision,
         ple_precision=options.ple_precision,
+        ple_residency=options.ple_residency,
+        host_weights=ngram_table_weights(compiled.program) if options.ple_residency == PleResidency.HOST else [],
         activation_dtype=options.activation_dtype,
         kv_cache_dtype=options.kv_dtype,
         weights=[asdict(row) for row in job.weight_table],

@@ -20,6 +20,7 @@ from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.evaluation import default_window
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, path_from_identifier
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
@@ -66,17 +67,20 @@ def linears_of_layers(program: Program) -> list[str]:
 def calibrate(
     program: Program,
     weights: Mapping[str, Tensor],
+    rows: NgramRows,
     limits: EngineLimits,
     text: CalibrationText,
     progress: Progress = lambda done, total: None,
 ) -> Calibration:
     """The input scale of each of `linears_of_layers`, by running ``program`` with 16-bit activations on the CPU.
 
-    ``weights`` are those of the program by name. The text is cut into windows of at most 512 tokens, each computed on
-    its own. `BuildError` naming the projection whose input is all zero or not finite.
+    ``weights`` are those of the program by name, ``rows`` complete the inputs of one sequence. The text is cut into
+    windows of at most 512 tokens, each computed on its own. `BuildError` naming the projection whose input is all zero
+    or not finite.
     """
     window = default_window(limits.max_seq_len)
-    backend = _ObservingBackend(program, weights, linears_of_layers(program), -(-(window + 1) // limits.block_size))
+    num_blocks = -(-(window + 1) // limits.block_size)
+    backend = _ObservingBackend(program, weights, rows, linears_of_layers(program), num_blocks)
     core = EngineCore(
         backend,
         EngineLimits(1, window + 1, window, limits.block_size),  # room for the token that ends a prompt's computation
@@ -118,14 +122,21 @@ def _input_scale(path: str, amax: Tensor, text: CalibrationText) -> float:
 class _ObservingBackend:
     """Runs the program op by op for one sequence and notes the largest magnitude that each of some ops reads."""
 
-    def __init__(self, program: Program, weights: Mapping[str, Tensor], paths: Iterable[str], num_blocks: int) -> None:
-        self.program, self.weights, self.num_blocks = program, weights, num_blocks
+    def __init__(
+        self,
+        program: Program,
+        weights: Mapping[str, Tensor],
+        rows: NgramRows,
+        paths: Iterable[str],
+        num_blocks: int,
+    ) -> None:
+        self.program, self.weights, self.rows, self.num_blocks = program, weights, rows, num_blocks
         self.states = allocate_states(program.states, num_blocks, num_slots=1)
         self.amax = dict.fromkeys(paths, torch.zeros(()))
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         observer = _Observer(self.program.module, {identifier_from_path(path) for path in self.amax})
-        logits = self.program.run(inputs, self.states, self.weights, observer.run)["logits"]
+        logits = self.program.run(self.rows.complete(inputs), self.states, self.weights, observer.run)["logits"]
         for path, amax in self.amax.items():
             # A NaN stays.
             self.amax[path] = torch.maximum(amax, observer.amax[identifier_from_path(path)])

@@ -14,6 +14,7 @@ from qwen4exp_trt.passes.base import PassManager, PassResult
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import Verifier
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.specs import PleResidency
 
 Stage = Callable[[str], None]
 """Called with the name of each stage as it begins."""
@@ -27,6 +28,8 @@ class ExportOptions:
     kv_cache_dtype: str
     """``auto`` for the activation dtype, or ``float8_e4m3fn``."""
     block_size: int
+    ple_residency: str = PleResidency.DEVICE
+    """Of the n-gram table: what is read from disk is an input of the program."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ def transform_config(
     stage("export")
     program = export_program(config, options.activation_dtype, options.block_size, options.kv_cache_dtype)
     stage("passes")
-    return PassManager(make_pipeline(quantization), verifier).run(program)
+    return PassManager(make_pipeline(quantization, options.ple_residency), verifier).run(program)
 
 
 def compile_program(

@@ -14,23 +14,28 @@ from qwen4exp_trt.builder.plan import DEVICES
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.plugins.compile import cubin_key, load_cubins, supported_architectures
 from qwen4exp_trt.plugins.kernels import Kernel
-from qwen4exp_trt.plugins.registry import spec_of
+from qwen4exp_trt.plugins.registry import all_specs, spec_of
 from qwen4exp_trt.plugins.spec import OpSpec, element_shape
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.sampler import SAMPLING_INPUTS
+from qwen4exp_trt.runtime.weights import dtype_from_name
 
 _SMALL_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)
 """Launchers may choose another kernel at each of the smallest sizes; from there on at powers of two."""
 _SM_COUNTS = (*(device.num_sms for device in DEVICES.values()), 132)
-"""Multiprocessors of the GPUs that kernels are chosen for: the targets that are known, and an H200."""
+"""Multiprocessors of the GPUs whose kernels a target gets of which nothing is known: the known ones, and an H200."""
 
 
 def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Kernel]:
     """Every kernel that a step within ``limits`` may launch on a GPU with ``num_sms`` multiprocessors, each once."""
     found: dict[Kernel, None] = {}
-    calls = _distinct_calls(program)
+    calls = [*_distinct_calls(with_own_linears(program)), *_sampling_calls(program)]
     for dims in _step_dims(limits):
         for spec, shapes, dtypes, attrs in calls:
+            if spec.name == "linear" and dims["T"] > MOST_TOKENS:
+                continue
             plan = spec.plan({name: _extents(shape, dims) for name, shape in shapes.items()}, dtypes, attrs, num_sms)
             found |= dict.fromkeys(launch.kernel for launch in plan.launches)
     return list(found)
@@ -39,13 +44,15 @@ def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Ker
 def compile_kernels(program: Program, limits: EngineLimits, targets: Sequence[str]) -> dict[str, bytes]:
     """The kernels of a step within ``limits`` for GPU architectures such as ``sm121``, by file name.
 
-    The runtime finds a kernel by its name, which is a hash of its content.
+    The runtime finds a kernel by its name, which is a hash of its content, and compiles those that are missing:
+    launchers choose some by the number of multiprocessors, which not all GPUs of an architecture share.
     """
-    # Launchers choose geometry by the number of multiprocessors, which differs among the GPUs of an architecture.
-    needed = {kernel: None for num_sms in _SM_COUNTS for kernel in kernels_of(program, limits, num_sms)}
     files: dict[str, bytes] = {}
-    for arch in map(architecture_of_target, targets):
-        codes = load_cubins(list(needed), arch)
+    for target in targets:
+        arch, device = architecture_of_target(target), DEVICES.get(target)
+        counts = _SM_COUNTS if device is None else (device.num_sms,)
+        needed = list({kernel: None for num_sms in counts for kernel in kernels_of(program, limits, num_sms)})
+        codes = load_cubins(needed, arch)
         files |= {f"{cubin_key(kernel, arch)}.cubin": code for kernel, code in zip(needed, codes, strict=True)}
     return files
 
@@ -95,6 +102,17 @@ def _distinct_calls(program: Program) -> list[_CallShapes]:
         call = (spec, shapes, {name: value.dtype for name, value in values.items()}, attrs)
         calls.setdefault(repr((spec.name, *call[1:])), call)
     return list(calls.values())
+
+
+def _sampling_calls(program: Program) -> Iterator[_CallShapes]:
+    """What samples from the logits: as the program gives them, and as float32, in which penalties are applied."""
+    for logits in (spec for spec in program.outputs if spec.name == "logits"):
+        shapes = {spec.name: list(spec.shape) for spec in SAMPLING_INPUTS}
+        shapes |= {name: list(logits.shape) for name in ("logits", "raw_logits")}
+        others = {spec.name: dtype_from_name(spec.dtype) for spec in SAMPLING_INPUTS}
+        for dtype in {dtype_from_name(logits.dtype), torch.float32}:
+            dtypes = dict.fromkeys(("logits", "raw_logits"), dtype) | others
+            yield all_specs()["sample_tokens"], shapes, dtypes, {"vocab_limit": 0}
 
 
 def _fake(node: Any) -> torch.Tensor:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from qwen4exp_trt.builder.compile import ExportOptions
-from qwen4exp_trt.builder.plan import PleResidency
 from qwen4exp_trt.builder.policy import PLE_PRECISIONS, PRECISIONS, W4A4
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.states import resolve_kv_dtype
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.specs import PleResidency
 
 ACTIVATION_DTYPES = ("bfloat16", "float32")
 KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn"}
@@ -45,6 +45,7 @@ class PlanOptions:
     activation_dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
     ple_residency: str = PleResidency.DEVICE
+    """Where the n-gram table is at run time."""
     max_batch_size: int = 8
     max_seq_len: int | None = None
     """None for the model's own limit."""
@@ -68,7 +69,9 @@ class PlanOptions:
 
     @property
     def export(self) -> ExportOptions:
-        return ExportOptions(self.activation_dtype, KV_CACHE_DTYPES[self.kv_cache_dtype], self.block_size)
+        return ExportOptions(
+            self.activation_dtype, KV_CACHE_DTYPES[self.kv_cache_dtype], self.block_size, self.ple_residency
+        )
 
     @property
     def engine_target(self) -> str:
@@ -146,11 +149,6 @@ class BuildOptions(PlanOptions):
     def check(self) -> None:
         super().check()
         self._check_converted_dir()
-        if self.ple_residency != PleResidency.DEVICE:
-            raise BuildError(
-                f"--ple-residency {self.ple_residency} is for --plan: the runtime of this version keeps the n-gram "
-                "table on the device"
-            )
         if self.convert_device not in CONVERT_DEVICES:
             raise BuildError(f"--convert-device is {self.convert_device!r}; it must be {' or '.join(CONVERT_DEVICES)}")
         if self.convert_device == "cuda" and not torch.cuda.is_available():

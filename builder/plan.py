@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from qwen4exp_trt.builder.weight_bytes import Component, WeightGroup, weight_groups
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.states import RINGS, resolve_kv_dtype, state_specs
 from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
-from qwen4exp_trt.runtime.specs import DTYPE_BYTES, StateKind, StateSpec
+from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES, PleResidency, StateKind, StateSpec
 
 RESERVE_BYTES = 2 * 2**30
 """CUDA context, engine, inputs and outputs of a step, and what allocators lose."""
@@ -35,16 +35,6 @@ class Device:
 DEVICES = {"sm121": Device("GB10", usable_bytes=114 * 2**30, bytes_per_second=233e9, is_unified=True, num_sms=48)}
 """By GPU architecture. A GB10 shows 121.6 GiB, of which 114 to 117 can be used, and its memory runs at 273 GB/s, of
 which published measurements reach 231 to 234."""
-
-
-class PleResidency(StrEnum):
-    """Where the n-gram table is."""
-
-    DEVICE = "device"
-    HOST = "host"
-    """In mapped memory of the host: on a device of unified memory the same bytes."""
-    DISK = "disk"
-    """Only the rows of one step are in the device's memory."""
 
 
 FormatPolicy = Callable[[str, str], Formats]
@@ -98,7 +88,10 @@ class PlanRequest:
         return resolve_kv_dtype(self.activation_dtype, self.kv_cache_dtype)
 
     def state_specs(self) -> tuple[StateSpec, ...]:
-        return state_specs(self.config, self.activation_dtype, self.limits.block_size, self.kv_cache_dtype)
+        """Those of the program: with the table on disk its hash, which has a state, is computed by the runtime."""
+        specs = state_specs(self.config, self.activation_dtype, self.limits.block_size, self.kv_cache_dtype)
+        is_hashed = self.ple_residency is not PleResidency.DISK
+        return tuple(spec for spec in specs if is_hashed or spec.kind is not StateKind.NGRAM_IDS)
 
 
 @dataclass(frozen=True)
@@ -137,10 +130,13 @@ class Plan:
 
     @property
     def staged_bytes(self) -> int:
-        """Rows of the n-gram table that the largest step reads from disk."""
-        if self.request.ple_residency is not PleResidency.DISK:
+        """Rows of the n-gram table from disk: of the largest step, and where memory is one those that are kept."""
+        request = self.request
+        if request.ple_residency is not PleResidency.DISK:
             return 0
-        return self.request.limits.max_step_tokens * sum(group.read_bytes for group in self._table)
+        token_bytes = request.config.ple_embed_dim * DTYPE_BYTES[request.activation_dtype]
+        kept_bytes = DEFAULT_CACHE_BYTES if request.device is None or request.device.is_unified else 0
+        return len(request.config.ple_layers) * (request.limits.max_step_tokens * token_bytes + kept_bytes)
 
     @property
     def _table(self) -> list[WeightGroup]:

@@ -9,7 +9,8 @@ from functools import cache
 from itertools import combinations
 from typing import Any
 
-from qwen4exp_trt.builder.plan import PlanRequest, PleResidency, make_plan
+from qwen4exp_trt.builder.plan import PlanRequest, make_plan
+from qwen4exp_trt.runtime.specs import PleResidency
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ def _shorter(request: PlanRequest) -> range:
     return range((request.limits.max_seq_len - 1) // page * page, 0, -page)
 
 
-BUILD_MOVES = (
+MOVES = (
+    Move("--ple-residency", _elsewhere, lambda request, residency: replace(request, ple_residency=residency)),
     Move("--ple", lambda request: ("nvfp4",), lambda request, ple: replace(request, ple=ple)),
     Move("--precision", lambda request: ("nvfp4",), lambda request, precision: replace(request, precision=precision)),
     Move(
@@ -55,22 +57,16 @@ BUILD_MOVES = (
 )
 """Activation memory stays what it is, though fewer tokens of a step need less of it."""
 
-MOVES = (
-    Move("--ple-residency", _elsewhere, lambda request, residency: replace(request, ple_residency=residency)),
-    *BUILD_MOVES,
-)
-"""With what a plan knows and a build does not take: its runtime keeps the n-gram table on the device."""
 
-
-def fitting_moves(request: PlanRequest, moves: Sequence[Move] = MOVES) -> list[tuple[str, ...]]:
+def fitting_moves(request: PlanRequest) -> list[tuple[str, ...]]:
     """The options that make a plan fit which does not: as few as are enough, in each combination of that many.
 
     Of an option with several values it is the one that gives up least; if there are others before it in the
     combination, these have their smallest. Empty if all of them together are not enough.
     """
     request = replace(request, choose_formats=cache(request.choose_formats))
-    for count in range(1, len(moves) + 1):
-        found = [options for chosen in combinations(moves, count) for options in _fit(request, chosen)]
+    for count in range(1, len(MOVES) + 1):
+        found = [options for chosen in combinations(MOVES, count) for options in _fit(request, chosen)]
         if found:
             return found
     return []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from qwen4exp_trt.builder.plan import RESERVE_BYTES, Plan, PleResidency
-from qwen4exp_trt.builder.plan_moves import MOVES, Move, fitting_moves
+from qwen4exp_trt.builder.plan import RESERVE_BYTES, Plan
+from qwen4exp_trt.builder.plan_moves import fitting_moves
 from qwen4exp_trt.builder.weight_bytes import WeightGroup
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
@@ -23,14 +23,12 @@ def describe_total(plan: Plan) -> str:
     return ", ".join(filter(None, (size(plan.total_bytes), _verdict(plan))))
 
 
-def describe_misfit(plan: Plan, moves: Sequence[Move] = MOVES) -> str | None:
-    """What exceeds the target's memory, and which of ``moves`` help; None for a plan that fits or an unknown target."""
+def describe_misfit(plan: Plan) -> str | None:
+    """What exceeds the target's memory, and which options help; None for a plan that fits or an unknown target."""
     if plan.device is None or not plan.missing_bytes:
         return None
-    options = ", or with ".join(" and ".join(combination) for combination in fitting_moves(plan.request, moves))
+    options = ", or with ".join(" and ".join(combination) for combination in fitting_moves(plan.request))
     advice = f"it fits with {options}" if options else "all options that save memory together do not make it fit"
-    if "--ple-residency" in options:
-        advice += " (--ple-residency is for plans: the runtime of this version keeps the table on the device)"
     return (
         f"precision {plan.request.precision} needs {size(plan.total_bytes)} ({size(plan.weight_bytes)} of it weights), "
         f"{size(plan.missing_bytes)} more than the {size(plan.device.usable_bytes)} that are usable on a "
@@ -48,8 +46,6 @@ def _head(plan: Plan) -> Iterator[str]:
     table = f"n-gram table {request.ple} on {request.ple_residency}, " if plan.ngram_table_bytes else ""
     yield _row("plan", f"{name}, {limits}")
     yield _row("options", f"precision {request.precision}, {table}{dtypes}")
-    if request.ple_residency is not PleResidency.DEVICE:
-        yield _row("", "for planning only: the runtime of this version keeps the n-gram table on the device")
     if not request.has_stored_formats:
         yield _row("checkpoint", "its files are not read: every weight is taken to be stored in float, none quantized")
 
@@ -79,7 +75,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     yield "memory"
     yield _line("  weights", size(plan.weight_bytes))
     if plan.staged_bytes:
-        yield _line("  n-gram rows", size(plan.staged_bytes), "", "of one step, from disk")
+        yield _line("  n-gram rows", size(plan.staged_bytes), "", "from disk: of one step, and the last ones read")
     yield _line("  states", size(plan.state_bytes))
     yield _line("  logits", size(plan.logits_bytes))
     remark = "an estimate; the engine build tells" if activations.is_estimate else "of the engine"

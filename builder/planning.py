@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from qwen4exp_trt.builder.activations import estimate_activations
 from qwen4exp_trt.builder.options import DEFAULT_TARGET, PlanOptions
-from qwen4exp_trt.builder.plan import ActivationMemory, Plan, PlanRequest, PleResidency, make_plan
+from qwen4exp_trt.builder.plan import ActivationMemory, Plan, PlanRequest, make_plan
 from qwen4exp_trt.builder.weight_plan import WeightPlan, plan_weights
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
@@ -15,6 +15,7 @@ from qwen4exp_trt.frontend.stored_weights import StoredWeight
 from qwen4exp_trt.frontend.weights import resolve_weights
 from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.specs import PleResidency
 
 StoredWeights = Mapping[str, StoredWeight] | None
 """By canonical name; None for a checkpoint that is not there, and is taken to have every weight in float."""

@@ -41,7 +41,7 @@ def verify_onnx(program: Program, model: onnx.ModelProto, verifier: Verifier) ->
     """
     weights = {spec.name: materialize_weight(spec, verifier.source) for spec in program.weights}
     interpreter, worst = OnnxProgram(model), 0.0
-    for sample in verifier.samples:
+    for sample in verifier.samples_for(program):
         expected, got = initial_states(program, sample), initial_states(program, sample)
         for inputs in sample.steps:
             outputs = program.run(inputs, expected, weights)

@@ -9,6 +9,8 @@ from qwen4exp_trt.passes.patterns import (
     find_foldable,
     find_hc_projections,
     is_dead,
+    match_gated_mix,
+    match_hc_read,
     match_linear_concat,
     match_pending_combine,
     q4e_op,
@@ -23,6 +25,16 @@ def _pending_combines(program: Program) -> Iterator[str]:
 
 def _split_hc_projections(program: Program) -> Iterator[str]:
     return (f"{found.lowrank.name} and {found.inject.name} read one stack" for found in find_hc_projections(program))
+
+
+def _split_mixes(program: Program) -> Iterator[str]:
+    mixes = program.graph.find_nodes(op="call_function", target=q4e_op("hc_mix"))
+    return (f"{mix.name} reads a projection of its own" for mix in mixes if match_gated_mix(mix))
+
+
+def _split_reads(program: Program) -> Iterator[str]:
+    mixes = program.graph.find_nodes(op="call_function", target=q4e_op("hc_gate_mix"))
+    return (f"{mix.name} ends a read of several ops" for mix in mixes if match_hc_read(mix))
 
 
 def _split_projections(program: Program) -> Iterator[str]:
@@ -43,6 +55,8 @@ def _dead_code(program: Program) -> Iterator[str]:
 _VIOLATIONS: dict[str, Callable[[Program], Iterator[str]]] = {
     "combines_fused": _pending_combines,
     "hc_projections_merged": _split_hc_projections,
+    "hc_mixes_fused": _split_mixes,
+    "hc_reads_fused": _split_reads,
     "projections_merged": _split_projections,
     "weights_folded": _weight_expressions,
     "no_dead_code": _dead_code,

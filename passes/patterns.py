@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,25 @@ class HcProjections:
     inject: fx.Node
     down: ScaledLinear
     block_inject: ScaledLinear
+
+
+@dataclass(frozen=True)
+class GatedMix:
+    """``hc_mix(linear(lowrank, up_weight), normed)`` whose logits nothing else reads."""
+
+    lowrank: fx.Node
+    up_weight: fx.Node
+    normed: fx.Node
+    hc_count: int
+
+
+@dataclass(frozen=True)
+class HcRead:
+    """``hc_combine_norm``, ``hc_project`` and ``hc_gate_mix`` on one stack; nothing else reads their inner results."""
+
+    combine_norm: fx.Node
+    project: fx.Node
+    mix: fx.Node
 
 
 def call_of(node: Any, target: Any) -> bool:
@@ -151,6 +171,49 @@ def _find_injects(program: Program) -> Iterator[tuple[fx.Node, ScaledLinear]]:
             match = match_scaled_linear(gate.args[0])
             if match is not None and match.weight.meta["val"].shape[0] == match.divisor:
                 yield node, match
+
+
+def match_gated_mix(mix: Any) -> GatedMix | None:
+    """The projection behind the ``hc_mix`` node ``mix``."""
+    logits, normed, hc_count = mix.args
+    match = match_linear(logits) if set(logits.users) == {mix} and logits is not normed else None
+    return None if match is None else GatedMix(*match, normed, hc_count)
+
+
+def match_hc_read(mix: Any) -> HcRead | None:
+    """The whole read that ends in the ``hc_gate_mix`` node ``mix``, so that it can run there."""
+    lowrank, _, normed, hc_count = mix.args
+    combine_norm, project = _taken_from(normed, "hc_combine_norm", 1), _taken_from(lowrank, "hc_project", 0)
+    if combine_norm is None or project is None or project.args[0] is not normed:
+        return None
+    inject = combine_norm.args[2]
+    same_streams = project.args[2] == hc_count == inject.meta["val"].shape[1]
+    only_here = set(lowrank.users) == {mix} and set(normed.users) == {project, mix}
+    others = [user for call in (combine_norm, project) for result in call.users for user in result.users]
+    in_time = all(user in (project, mix) or user > mix for user in others)
+    return HcRead(combine_norm, project, mix) if same_streams and only_here and in_time else None
+
+
+def _taken_from(node: Any, op: str, index: int) -> Any:
+    """The call of our ``op`` whose result ``index`` the node is."""
+    is_result = call_of(node, operator.getitem) and node.args[1] == index
+    return node.args[0] if is_result and call_of(node.args[0], q4e_op(op)) else None
+
+
+def find_ngram_gathers(program: Program) -> list[fx.Node]:
+    """The ops that read n-gram tables, in any format; the row ids are their first operand."""
+    ops = [q4e_op(name) for name in ("ple_gather", "fp8_ple_gather", "nvfp4_ple_gather")]
+    return [node for node in program.calls() if node.target in ops]
+
+
+def ngram_table_weights(program: Program) -> list[str]:
+    """The weights that have the rows of n-gram tables."""
+    names = {node: name for name, node in program.placeholders().items()}
+    found: list[str] = []
+    for node in find_ngram_gathers(program):
+        op: Any = spec_of(node.target)
+        found += [names[operand] for operand, arg in zip(node.args, op.inputs, strict=False) if arg.dims[0] == "R"]  # type: ignore[index]
+    return found
 
 
 def find_foldable(program: Program) -> Iterator[fx.Node]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad, silu
 
 from qwen4exp_trt.plugins.dims import ceil_div
+from qwen4exp_trt.plugins.moe_launch import moe_launches
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, dequantize_fp8_blocks, dequantize_nvfp4
 from qwen4exp_trt.plugins.packed import NUM_SEQS
 from qwen4exp_trt.plugins.spec import Attr, Case, OpSpec, TensorArg
@@ -65,6 +66,7 @@ def moe_spec(
         reference=reference,
         cases=tuple(cases),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-3},
+        launches=moe_launches,
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from qwen4exp_trt.plugins.kernels import (
+    MAX_SHARED_BYTES,
     NUM_SEMAPHORES,
     Arg,
     Call,
@@ -29,17 +29,31 @@ MOST_FEW = 8
 class WeightFormat:
     """A struct of ``include/weight_formats.cuh``.
 
-    A step of a warp is ``step`` elements of K, a fourth of them for a lane. ``most_tokens`` fit the registers at once.
+    A step of a warp is ``step`` elements of K, for which a slot in shared memory has ``slot_bytes``. Where K is a
+    multiple of ``multiple``, it can be filled by 16 bytes at a time. ``most_tokens`` fit the registers at once.
     """
 
     name: str
     step: int
+    slot_bytes: int
+    multiple: int
     most_tokens: int
 
+    @property
+    def step_bytes(self) -> float:
+        """Bytes of a row in a step."""
+        return 64 + (8 if self.name == "Nvfp4" else 0)
 
-NVFP4 = WeightFormat("Nvfp4", 128, most_tokens=64)
-FP8_BLOCKS = WeightFormat("Fp8Blocks", 64, most_tokens=32)
-BF16 = WeightFormat("Bf16", 32, most_tokens=64)
+    def tile_scale_bytes(self, rows: int, columns: int) -> int:
+        """Shared memory for the block scales of a tile."""
+        if self.name == "Nvfp4":
+            return rows * 16 * (columns // 256 | 1)
+        return 16 * _ceil_div(columns, 512) if self.name == "Fp8Blocks" else 0
+
+
+NVFP4 = WeightFormat("Nvfp4", 128, slot_bytes=1024 + 128, multiple=128, most_tokens=64)
+FP8_BLOCKS = WeightFormat("Fp8Blocks", 64, slot_bytes=1024 + 16, multiple=16, most_tokens=32)
+BF16 = WeightFormat("Bf16", 32, slot_bytes=1024, multiple=8, most_tokens=64)
 
 
 @dataclass(frozen=True)
@@ -75,13 +89,13 @@ class Tokens:
 
 
 def product_launches(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Iterator[Launch]:
-    """``out[T, N] = x @ weight.T``, by tensor cores where ``x`` is BF16 and a row is whole pieces of 16 bytes."""
-    if x.dtype != torch.bfloat16 or weight.columns % (weight.format.step // 4):
+    """``out[T, N] = x @ weight.T``, by tensor cores where ``x`` is BF16 and K a multiple that suits the format."""
+    form = weight.format
+    if x.dtype != torch.bfloat16 or weight.columns % form.multiple:
         yield _any_shape(x, weight, out)
-    elif x.count <= MOST_FEW:
-        yield _few_tokens(call, x, weight, out)
     else:
-        yield from _many_tokens(call, x, weight, out)
+        few = _few_tokens(call, x, weight, out) if x.count <= MOST_FEW else None
+        yield few or _many_tokens(call, x, weight, out)
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -110,75 +124,99 @@ def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
 
 # --- few tokens -----------------------------------------------------------------------------------------------------
 
-TILE_ROWS, ROW_TILES, K_WARPS = 16, 2, 4
-BLOCKS_PER_SM = 2
-RESIDENT, PREFETCH, PIN = 2, 0, 1
-MOST_STEPS = 5
-"""Steps of a warp that are on their way at once: each 16 bytes of two rows for every lane."""
-MOST_STAGED_COLUMNS = 2560
-"""Of the tokens that a block keeps in shared memory: 44 KiB if there are 8."""
-MOST_PARTS = 16
-MOST_ROWS_IN_PARTS = 8192
-"""Beyond, there is a tile for everybody."""
-WORTH_OF_PARTS = 0.9
-"""Of a product in parts of K beside one in a piece: the last block of a tile waits for the others, then adds up."""
+FEW_WARPS = 8
+MOST_SLOTS = 6
+"""Steps of a warp that are on their way at once: each 16 bytes of one or two rows for every lane."""
+MOST_STAGED_BYTES = 56 * 1024
+"""Of the tokens that a block keeps in shared memory."""
+MOST_PARTS, MOST_ROWS_IN_PARTS = 16, 8192
+COST_OF_PARTS, COST_OF_A_PART = 64 * 1024, 4 * 1024
+"""Of K in parts: bytes that a multiprocessor reads while the last block of a tile waits for the others and adds up."""
+COST_OF_HALVES = 1.15
+"""Of tiles of 8 rows beside those of 16."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """K in ``parts`` for different blocks, in each of which a warp has ``segments`` times ``steps`` steps."""
+    """How a product is shared.
+
+    K is in ``parts`` for different blocks, each part for ``k_warps`` warps of a tile of 8 * ``halves`` rows. A warp
+    takes ``segments`` times ``depth`` steps, of which ``depth`` are on their way at once.
+    """
 
     parts: int
     segments: int
-    steps: int
+    depth: int
+    k_warps: int = 4
+    halves: int = 2
+
+    @property
+    def steps(self) -> int:
+        """Of a part; some may lie beyond K."""
+        return self.k_warps * self.segments * self.depth
+
+    def shared_bytes(self, tokens: int, columns: int, form: WeightFormat) -> tuple[int, int]:
+        """Dynamic and static shared memory."""
+        slots = FEW_WARPS * self.depth * 512 * self.halves
+        scales = 2 * FEW_WARPS // self.k_warps * form.tile_scale_bytes(8 * self.halves, self.steps * form.step)
+        staged = _staged_bytes(min(self.steps, _ceil_div(columns, form.step)), tokens, form)
+        return slots + scales + staged, 2 * 4 * FEW_WARPS * tokens * (8 * self.halves + 4) + 1024
 
 
-def split_columns(rows: int, columns: int, step: int, num_sms: int) -> Split:
-    """The split that leaves the least idle: steps beyond K, and multiprocessors with fewer tiles than others."""
-    total, tiles = _ceil_div(columns, step), _ceil_div(rows, TILE_ROWS)
-    least_parts, most_parts = _range_of_parts(rows, columns, step)
+def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_sms: int) -> Split | None:
+    """The split in which the busiest multiprocessor has the least to do, or None; ``tokens`` are 1, 2, 4 or 8."""
 
-    def worth(split: Split) -> float:
-        steps = split.parts * K_WARPS * split.segments * split.steps
-        tiles_of_sm = split.parts * tiles / num_sms
-        balance = tiles_of_sm / math.ceil(tiles_of_sm)
-        return total / steps * balance * (WORTH_OF_PARTS if split.parts > 1 else 1) * (1 + 0.02 * split.steps)
+    def cost(split: Split) -> float:
+        busiest = _ceil_div(split.parts * _ceil_div(rows, 8 * split.halves), num_sms)
+        num_bytes = busiest * 8 * split.halves * columns / split.parts * form.step_bytes / form.step
+        in_parts = COST_OF_PARTS + split.parts * COST_OF_A_PART if split.parts > 1 else 0
+        waits = 1 + 0.5 / split.depth
+        return num_bytes * waits * (COST_OF_HALVES if split.halves == 1 else 1) + in_parts
 
-    def splits() -> Iterator[Split]:
-        for parts in range(least_parts, most_parts + 1):
-            of_warp = _ceil_div(total, parts * K_WARPS)
-            for steps in range(1, min(of_warp, MOST_STEPS) + 1):
-                yield Split(parts, _ceil_div(of_warp, steps), steps)
+    def deepest(parts: int, k_warps: int, halves: int) -> Iterator[Split]:
+        of_warp = _ceil_div(_ceil_div(columns, form.step), parts * k_warps)
+        splits = [Split(parts, _ceil_div(of_warp, depth), depth, k_warps, halves) for depth in range(1, MOST_SLOTS + 1)]
+        splits = [split for split in splits if sum(split.shared_bytes(tokens, columns, form)) <= MAX_SHARED_BYTES]
+        if splits:
+            yield min(splits, key=lambda split: split.segments * (split.depth + 0.5))
 
-    return max(splits(), key=worth)
+    splits = [
+        split
+        for parts in _numbers_of_parts(tokens, rows, columns, form)
+        for k_warps, halves in ((4, 2), (8, 1))
+        for split in deepest(parts, k_warps, halves)
+    ]
+    return min(splits, key=cost, default=None)
 
 
-def _range_of_parts(rows: int, columns: int, step: int) -> tuple[int, int]:
-    """The smallest and the largest number of parts of K."""
-    least = _ceil_div(columns, MOST_STAGED_COLUMNS)
-    most = min(MOST_PARTS, _ceil_div(columns, step * K_WARPS)) if rows <= MOST_ROWS_IN_PARTS else 1
-    return least, max(least, most)
+def _numbers_of_parts(tokens: int, rows: int, columns: int, form: WeightFormat) -> range:
+    """Into how many parts K may go: as many as keep the tokens small; one if there are tiles enough for everybody."""
+    least = _ceil_div(2 * tokens * columns, MOST_STAGED_BYTES)
+    if rows > MOST_ROWS_IN_PARTS:
+        return range(1, 2 if least == 1 else 1)
+    return range(least, max(least, min(MOST_PARTS, _ceil_div(columns, 4 * form.step))) + 1)
 
 
-def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch:
-    form = weight.format
-    split = split_columns(weight.rows, weight.columns, form.step, call.num_sms)
-    tokens = 1 << (x.count - 1).bit_length()
-    groups = form.step // 32
-    padding = 8 // groups if groups > 1 else 0
+def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch | None:
+    form, tokens = weight.format, _power_of_two(x.count)
+    split = split_product(tokens, weight.rows, weight.columns, form, call.num_sms)
+    if split is None:
+        return None
+    blocks_per_sm = 3 if split.halves == 1 and tokens == 1 and form == NVFP4 else 2
     sizes = {
         "TOKENS": tokens,
-        "STEPS": split.steps,
         "SEGMENTS": split.segments,
-        "BLOCKS_PER_SM": RESIDENT,
-        "PREFETCH": PREFETCH,
-        "PIN": PIN,
+        "DEPTH": split.depth,
+        "K_WARPS": split.k_warps,
+        "TILE_HALVES": split.halves,
+        "IS_WHOLE": int(split.parts * split.steps == _ceil_div(weight.columns, form.step)),
+        "BLOCKS_PER_SM": blocks_per_sm,
     }
-    blocks = _ceil_div(weight.rows, TILE_ROWS * ROW_TILES)
+    blocks = _ceil_div(weight.rows, 8 * split.halves * FEW_WARPS // split.k_warps)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
-        grid=(min(blocks, max(BLOCKS_PER_SM * call.num_sms // split.parts, 1)), split.parts, 1),
-        threads=ROW_TILES * K_WARPS * WARP,
+        grid=(min(blocks, max(blocks_per_sm * call.num_sms // split.parts, 1)), split.parts, 1),
+        threads=FEW_WARPS * WARP,
         args=(
             x.values,
             *weight.args,
@@ -189,37 +227,61 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
             weight.rows,
             weight.columns,
         ),
-        shared_bytes=16 * split.segments * split.steps * K_WARPS * groups * (4 * tokens + padding),
+        shared_bytes=split.shared_bytes(tokens, weight.columns, form)[0],
     )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 # --- many tokens ----------------------------------------------------------------------------------------------------
 
-BLOCK_ROWS, BLOCK_THREADS, BLOCK_K_WARPS, STAGES = 128, 256, 2, 3
+MANY_WARPS, MANY_ROW_TILES, MANY_DEPTH = 8, 2, 3
 
 
-def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Iterator[Launch]:
+@dataclass(frozen=True)
+class Tile:
+    """What a block multiplies at once: ``tokens`` by the rows of ``row_warps`` warps."""
+
+    tokens: int
+    row_warps: int
+    blocks_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * MANY_ROW_TILES * self.row_warps
+
+    @property
+    def k_warps(self) -> int:
+        return MANY_WARPS // self.row_warps
+
+
+TILES = (Tile(16, 2, 2), Tile(32, 4, 1), Tile(64, 4, 1))
+
+
+def _tile(tokens: int, form: WeightFormat) -> Tile:
+    fitting = [tile for tile in TILES if tile.tokens <= form.most_tokens]
+    return next((tile for tile in fitting if tile.tokens >= tokens), fitting[-1])
+
+
+def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch:
     form = weight.format
-    tokens = min(form.most_tokens, max(16, 1 << (x.count - 1).bit_length()))
-    tiles, steps = _ceil_div(x.count, tokens), _ceil_div(weight.columns, form.step)
-    arranged = call.scratch(tiles * tokens, steps * form.step, dtype=torch.bfloat16)
-    units = tiles * tokens * steps * 4
-    yield Launch(
-        Kernel("linear/arrange_tokens.cu", "arrange_tokens", (("FORMAT", form.name), ("TOKENS", tokens))),
-        grid=(min(_ceil_div(units, 256), 8 * call.num_sms), 1, 1),
-        threads=256,
-        args=(x.values, arranged, x.count, weight.columns, units),
-    )
-    row_blocks, stages = _ceil_div(weight.rows, BLOCK_ROWS), _ceil_div(steps, BLOCK_K_WARPS)
-    part_stages = -(-stages // max(1, min(call.num_sms // (tiles * row_blocks), stages // 2)))
+    tile = _tile(x.count, form)
+    tiles, blocks = _ceil_div(x.count, tile.tokens), _ceil_div(weight.rows, tile.rows)
+    stages = _ceil_div(weight.columns, tile.k_warps * form.step)
+    most_parts = tile.blocks_per_sm * call.num_sms // (tiles * blocks)
+    part_stages = _ceil_div(stages, max(1, min(most_parts, stages // MANY_DEPTH)))
     parts = _ceil_div(stages, part_stages)
-    assert parts == 1 or tiles * row_blocks <= NUM_SEMAPHORES
-    yield Launch(
-        Kernel("linear/many_tokens.cu", "many_tokens", _defines(weight, out, TOKENS=tokens)),
-        grid=(tiles, row_blocks, parts),
-        threads=BLOCK_THREADS,
+    assert parts == 1 or tiles * blocks <= NUM_SEMAPHORES
+    sizes = {"TOKENS": tile.tokens, "ROW_WARPS": tile.row_warps, "BLOCKS_PER_SM": tile.blocks_per_sm}
+    slots = MANY_WARPS * MANY_DEPTH * MANY_ROW_TILES * form.slot_bytes
+    return Launch(
+        Kernel("linear/many_tokens.cu", "many_tokens", _defines(weight, out, **sizes)),
+        grid=(tiles, blocks, parts),
+        threads=MANY_WARPS * WARP,
         args=(
-            arranged,
+            x.values,
             *weight.args,
             out,
             _partial_sums(call, x, weight),
@@ -229,19 +291,24 @@ def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Itera
             weight.columns,
             part_stages,
         ),
-        shared_bytes=tokens
-        * max(
-            2 * STAGES * BLOCK_K_WARPS * form.step,
-            4 * BLOCK_K_WARPS * (BLOCK_ROWS + 4),
+        shared_bytes=max(
+            slots + _staged_bytes(tile.k_warps, tile.tokens, form), 4 * tile.k_warps * tile.tokens * (tile.rows + 4)
         ),
     )
 
 
+def _staged_bytes(steps: int, tokens: int, form: WeightFormat) -> int:
+    """Of so many steps of tokens in shared memory, padded against bank conflicts."""
+    groups = form.step // 32
+    return 16 * steps * groups * (4 * tokens + (8 // groups if groups > 1 and tokens > 1 else 0))
+
+
 def _partial_sums(call: Call, x: Tokens, weight: Weight) -> ScratchRef:
     """Scratch for the sums of all parts of K, of a size that neither more tokens nor more multiprocessors reduce."""
-    form = weight.format
-    _, parts = _range_of_parts(weight.rows, weight.columns, form.step)
-    floats = parts * min(x.count, MOST_FEW) * weight.rows if parts > 1 else 0
-    if x.count > MOST_FEW and call.num_sms >= 2 * _ceil_div(weight.rows, BLOCK_ROWS):
-        floats = max(floats, call.num_sms * form.most_tokens * BLOCK_ROWS)
+    tokens = min(x.count, MOST_FEW)
+    parts = _numbers_of_parts(_power_of_two(tokens), weight.rows, weight.columns, weight.format)
+    floats = parts[-1] * tokens * weight.rows if len(parts) and parts[-1] > 1 else 0
+    if x.count > MOST_FEW:
+        tile = max((tile for tile in TILES), key=lambda tile: tile.blocks_per_sm * tile.tokens * tile.rows)
+        floats = max(floats, call.num_sms * tile.blocks_per_sm * tile.tokens * tile.rows)
     return call.scratch(floats)

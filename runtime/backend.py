@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -20,10 +20,21 @@ from qwen4exp_trt.runtime.file_identity import identity_differences
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
+from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES, NgramRows
+from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import Progress
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
+from qwen4exp_trt.runtime.sampler import (
+    SAMPLING_INPUTS,
+    SampledToken,
+    SampleRequest,
+    draw,
+    report,
+    sample,
+    sampling_operands,
+)
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, NgramRowsSpec, StateSpec, extent_of
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
@@ -35,7 +46,7 @@ BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
-    """Runs steps over states that it owns."""
+    """Runs steps over states that it owns. It may sample as well: see `EagerBackend.sample`."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
@@ -46,7 +57,8 @@ class EagerBackend:
     """A program itself in torch: op by op on a CPU, and on a GPU by the ops' CUDA kernels.
 
     On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op. ``states``
-    and ``weights`` are those of the program by name, on ``device``; steps are within ``limits``.
+    and ``weights`` are those of the program by name, on ``device``; steps are within ``limits``. ``rows`` complete
+    their inputs, if the program takes rows of a table that is on disk.
     """
 
     def __init__(
@@ -56,12 +68,25 @@ class EagerBackend:
         weights: Mapping[str, Tensor],
         limits: EngineLimits,
         device: torch.device,
+        rows: NgramRows | None = None,
     ) -> None:
-        self.program, self.states, self.weights, self.device = program, states, weights, device
-        is_cuda = device.type == "cuda"
-        self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device) if is_cuda else None
+        self.program, self.states, self.weights, self.rows, self.device = program, states, weights, rows, device
+        self.limits = limits
+        self._graphs, self._program_for_few = None, program
+        if device.type == "cuda":
+            self._program_for_few = with_own_linears(program)
+            self._pool = torch.cuda.graph_pool_handle()
+            self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device, self._pool)
+        self._sampling_graphs: dict[int | None, DecodeGraphs] = {}
+        """Steps that end with the sampled tokens, by the limit of their ids."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self._run(self._completed(inputs))
+
+    def _completed(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return inputs if self.rows is None else self.rows.complete(inputs)
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         if self._graphs is None:
             return self._execute(inputs)["logits"].float()
         with torch.cuda.device(self.device), _steps_that_fit(self.device):
@@ -71,9 +96,50 @@ class EagerBackend:
             # A copy, since the next step overwrites the graph's memory.
             return results["logits"][: len(inputs["logits_indices"])].to(torch.float32, copy=True)
 
+    def sample(
+        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+    ) -> list[SampledToken | None]:
+        """Run one step, update the states, and sample as `sampler.sample` does from row i of the logits for request i.
+
+        Of a captured step the tokens are all that the host waits for. ``inputs`` may ask for logits of more rows.
+        """
+        if self._graphs is None:
+            return sample(self.run(inputs)[: len(requests)], requests, vocab_limit)
+        inputs = self._completed(inputs)
+        with torch.cuda.device(self.device), _steps_that_fit(self.device):
+            results = self._graphs_that_sample(vocab_limit).run({**inputs, **sampling_operands(requests)})
+        if results is not None:
+            return self._report(results, requests, vocab_limit)
+        return sample(self._run(inputs)[: len(requests)], requests, vocab_limit)
+
+    def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs:
+        def execute(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            logits = self._execute(inputs)["logits"]
+            return {"logits": logits, "drawn": draw(logits, logits, inputs, vocab_limit)}
+
+        if vocab_limit not in self._sampling_graphs:
+            specs = (*self.program.inputs, *SAMPLING_INPUTS)
+            self._sampling_graphs[vocab_limit] = DecodeGraphs(execute, specs, self.limits, self.device, self._pool)
+        return self._sampling_graphs[vocab_limit]
+
+    @staticmethod
+    def _report(
+        results: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+    ) -> list[SampledToken | None]:
+        """The tokens of a captured step. It samples without penalties: rows with some are sampled again."""
+        logits = results["logits"][: len(requests)]
+        tokens = report(results["drawn"].cpu(), logits, requests, vocab_limit)
+        rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
+        if rows:
+            again = sample(logits[rows].float(), [requests[row] for row in rows], vocab_limit)
+            tokens = [again.pop(0) if row in rows else token for row, token in enumerate(tokens)]
+        return tokens
+
     def _execute(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        has_few = len(inputs["input_ids"]) <= MOST_TOKENS
+        program = self._program_for_few if has_few else self.program
         with exact_matmuls():
-            return self.program.run(inputs, self.states, self.weights)
+            return program.run(inputs, self.states, self.weights)
 
 
 def load_eager_backend(
@@ -83,25 +149,34 @@ def load_eager_backend(
     num_blocks: int,
     device: torch.device,
     progress: Progress | None = None,
+    row_cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> EagerBackend:
-    """The program of the bundle ``folder`` with its weights, and states of ``num_blocks`` pages."""
+    """The program of the bundle ``folder`` with its weights, and states of ``num_blocks`` pages.
+
+    ``row_cache_bytes``: see `NgramRows`.
+    """
     program, limits = load_program(folder / PROGRAM_DIR), manifest.limits
     files = open_weight_files(folder, manifest, checkpoint)
-    _check_memory(program, num_blocks, limits.num_slots, device)
+    _check_memory(program, manifest.host_weights, num_blocks, limits.num_slots, device)
     # First, so that a lack of memory shows before weights are read for minutes.
     states = allocate_states(program.states, num_blocks, limits.num_slots, device)
     logger.info("loading %d weights from %s", len(program.weights), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
-        weights = load_weights(program.weights, reader, device, progress)
+        weights = load_weights(program.weights, reader, device, progress, manifest.host_weights)
+    rows = None
+    if any(isinstance(spec, NgramRowsSpec) for spec in program.inputs):
+        rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, row_cache_bytes)
     if device.type == "cuda":
         use_cubins(folder / KERNELS_DIR)
-    return EagerBackend(program, states, weights, limits, device)
+    return EagerBackend(program, states, weights, limits, device, rows)
 
 
-def _check_memory(program: Program, num_blocks: int, num_slots: int, device: torch.device) -> None:
+def _check_memory(
+    program: Program, host_weights: Sequence[str], num_blocks: int, num_slots: int, device: torch.device
+) -> None:
     extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
     states = sum(spec.row_bytes * extent_of(spec.shape[0], extents) for spec in program.states)
-    weights = sum(spec.tensor.num_bytes({}) for spec in program.weights)
+    weights = sum(spec.tensor.num_bytes({}) for spec in program.weights if spec.name not in host_weights)
     check_total_memory(device, states + weights, f"weights and {num_blocks} pages of states")
 
 
@@ -125,6 +200,7 @@ def make_backend(
     checkpoint: Path | None,
     num_blocks: int,
     progress: Progress | None = None,
+    row_cache_bytes: int = DEFAULT_CACHE_BYTES,
 ) -> Backend:
     """The backend called ``name``, loaded, on ``device`` (None: the CPU for ``eager``, else the GPU).
 
@@ -135,13 +211,13 @@ def make_backend(
     is_eager = name == "eager"
     chosen = device_from_name(device or ("cpu" if is_eager else "cuda"))
     if is_eager:
-        return load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress)
+        return load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
     if chosen.type == "cpu":
         raise BundleError(f"the backend {name!r} executes on a GPU; use device 'cuda', or the backend 'eager'")
     trt = load_trt(name)
     check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
-    loaded = load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress)
-    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen)
+    loaded = load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
+    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen, loaded.rows)
 
 
 def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,10 @@ from qwen4exp_trt.runtime.specs import TensorSpec
 
 Execute = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Runs a step on inputs by name, all on the GPU, and returns its results there by name."""
+
+
+Pool = Any
+"""The memory of graphs of which one runs at a time, as `torch.cuda.graph_pool_handle` makes it."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +34,16 @@ class _Captured:
 class DecodeGraphs:
     """The decode steps of one program on one GPU.
 
-    A graph takes steps of up to its shape: its inputs are padded. All share one pool of memory, since one runs at a
-    time; so a result is only good until the next replay.
+    A graph takes steps of up to its shape: its inputs are padded. All share the memory of ``pool``, so a result is only
+    good until the next replay. ``specs`` are the inputs of a step.
     """
 
     def __init__(
-        self, execute: Execute, specs: Sequence[TensorSpec], limits: EngineLimits, device: torch.device
+        self, execute: Execute, specs: Sequence[TensorSpec], limits: EngineLimits, device: torch.device, pool: Pool
     ) -> None:
         self._execute, self._specs, self._limits, self._device = execute, specs, limits, device
         self._captured: dict[StepShape, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
         self._stream = torch.cuda.Stream(device)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
@@ -76,7 +81,7 @@ def move_inputs(
 ) -> Mapping[str, Tensor]:
     """``inputs`` (on the CPU) on ``device``, as they are."""
     layout = InputLayout(specs, StepShape.of(inputs))
-    buffer = torch.empty(layout.size, dtype=torch.int32, device=device)
+    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     _copy_inputs(layout, inputs, buffer)
     return layout.views(buffer)
 
@@ -84,6 +89,6 @@ def move_inputs(
 def _copy_inputs(layout: InputLayout, inputs: Mapping[str, Tensor], target: Tensor) -> None:
     """Pack ``inputs`` into ``target`` on a GPU by one copy that nobody waits for."""
     # Torch keeps pinned memory from being reused before the copy has ended.
-    staged = torch.empty(layout.size, dtype=torch.int32, pin_memory=True)
+    staged = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
     layout.pack(inputs, staged)
     target.copy_(staged, non_blocking=True)

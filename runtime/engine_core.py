@@ -16,7 +16,7 @@ from torch import Tensor
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.backend import Backend
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.sampler import can_sample, sample
+from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
 from qwen4exp_trt.runtime.sequence import Sequence
@@ -96,25 +96,25 @@ class EngineCore:
 
     def _run(self, scheduled: list[ScheduledSequence]) -> None:
         inputs, sampled = build_step_inputs(scheduled)
-        logits = self.backend.run(inputs)[: len(sampled)]
-        are_usable = can_sample(logits)
-        for index, is_usable in zip(sampled, are_usable, strict=True):
-            if not is_usable:
-                self._drop(scheduled[index].sequence, _UNUSABLE)
-        sequences = [scheduled[index].sequence for index, ok in zip(sampled, are_usable, strict=True) if ok]
-        tokens = sample(
-            logits[are_usable],
-            [sequence.params for sequence in sequences],
-            [sequence.history for sequence in sequences],
-            [sequence.generator for sequence in sequences],
-            self.tokenizer.vocab_size if self.tokenizer else None,
-        )
+        sequences = [scheduled[index].sequence for index in sampled]
+        tokens = self._sample(inputs, [sequence.sample_request for sequence in sequences])
         for entry in scheduled:
             entry.sequence.num_computed += entry.num_tokens
         for sequence, token in zip(sequences, tokens, strict=True):
+            if token is None:
+                self._drop(sequence, _UNUSABLE)
+                continue
             sequence.append(token)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
+
+    def _sample(self, inputs: Mapping[str, Tensor], requests: SequenceOf[SampleRequest]) -> list[SampledToken | None]:
+        """Run a step and sample from its first rows of logits."""
+        vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
+        run_and_sample = getattr(self.backend, "sample", None)
+        if run_and_sample is not None:
+            return run_and_sample(inputs, requests, vocab_limit)
+        return sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)
 
     def score(self, token_ids: Iterable[Any]) -> Tensor:
         """Float32 logits ``[T, vocab_size]`` after each token of one sequence.

@@ -15,6 +15,7 @@ from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
 from qwen4exp_trt.runtime.manifest import Manifest
+from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES
 from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
@@ -38,7 +39,8 @@ class LLM:
     ``device`` ``cpu`` (the default), ``cuda`` or ``cuda:N``; ``tensorrt-rtx`` and ``tensorrt`` run its engine on a GPU.
     ``checkpoint``: where the checkpoint is now, if it moved since the build. ``num_blocks``: pages of the KV cache,
     all allocated at once; by default enough for a full batch of the longest sequences, so give fewer where memory is
-    short. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. Raises `BundleError`
+    short. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. ``row_cache_bytes``:
+    memory for rows of an n-gram table that was built to stay on disk. Raises `BundleError`
     for a bundle that is damaged, of another version, without weights or too large for the memory, `CheckpointError`
     for a checkpoint that is not the one it was built from.
 
@@ -53,6 +55,7 @@ class LLM:
         checkpoint: str | Path | None = None,
         num_blocks: int | None = None,
         progress: Progress | None = None,
+        row_cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
         folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)
@@ -66,7 +69,7 @@ class LLM:
         self._chat_template = ChatTemplate.from_dir(folder)
         moved_to = None if checkpoint is None else _checked_path("checkpoint", checkpoint)
         self.core = EngineCore(
-            make_backend(backend, device, folder, self.manifest, moved_to, blocks, progress),
+            make_backend(backend, device, folder, self.manifest, moved_to, blocks, progress, row_cache_bytes),
             limits,
             blocks,
             self.manifest.vocab_size,

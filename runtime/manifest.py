@@ -74,6 +74,10 @@ class Manifest:
     """What was asked for the weights, as ``qwen4exp-build --precision`` has it."""
     ple_precision: str
     """The same for the n-gram table."""
+    ple_residency: str
+    """Where the n-gram table is at run time: ``device``, ``host`` or ``disk``."""
+    host_weights: list[str]
+    """Weights of the program that stay in the host's memory, mapped into the GPU's addresses."""
     activation_dtype: str
     kv_cache_dtype: str
     weights: list[dict[str, Any]]

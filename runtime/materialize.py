@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError, CheckpointError
+from qwen4exp_trt.runtime.host_memory import map_into_gpu
 from qwen4exp_trt.runtime.piece_batch import Batch, Staging, batches_of
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.recipe_pieces import pieces_of
@@ -99,8 +100,10 @@ def load_weights(
     source: TensorSource,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    host_weights: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Every weight by name, with the errors of `materialize_weight`."""
+    """Every weight by name, with the errors of `materialize_weight`; ``host_weights`` for a GPU to read from the host's
+    memory."""
     total = sum(spec.tensor.num_bytes({}) for spec in specs)
     done = 0
 
@@ -110,7 +113,13 @@ def load_weights(
         if progress is not None and num_bytes:
             progress(done, total)
 
-    return {spec.name: materialize_weight(spec, source, device, advance) for spec in specs}
+    def load(spec: WeightSpec) -> Tensor:
+        if spec.name not in host_weights:
+            return materialize_weight(spec, source, device, advance)
+        weight = materialize_weight(spec, source, "cpu", advance)
+        return map_into_gpu(weight, spec.name) if torch.device(device).type == "cuda" else weight
+
+    return {spec.name: load(spec) for spec in specs}
 
 
 def _allocate(described: Described, device: torch.device | str) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,9 +11,12 @@ from torch import Tensor
 
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.specs import TensorSpec, extent_of
+from qwen4exp_trt.runtime.weights import dtype_from_name
 
-_ALIGNMENT = 64
-"""Of an input in the buffer, in int32 elements: what an allocation of its own would have."""
+_ALIGNMENT = 256
+"""Of an input in the buffer, in bytes."""
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What NumPy copies in place of floats: it has no BF16."""
 _ROWS_LADDER = (1, 2, 4, DRAFT_ROWS)
 """Rows a sequence of the steps that are captured."""
 
@@ -62,21 +64,21 @@ def captured_shape(inputs: Mapping[str, Tensor], limits: EngineLimits) -> StepSh
 
 
 class InputLayout:
-    """Where each input of steps of one shape is in an int32 buffer."""
+    """Where each input of steps of one shape is in a buffer of bytes."""
 
     def __init__(self, specs: Sequence[TensorSpec], shape: StepShape) -> None:
-        assert all(spec.dtype == "int32" for spec in specs), specs
-        self._places: dict[str, tuple[slice, tuple[int, ...]]] = {}
-        self.size = 0
-        """Elements of the buffer."""
+        self._places: dict[str, _Place] = {}
+        self.num_bytes = 0
+        """Of the buffer."""
         for spec in specs:
+            end = self.num_bytes + spec.num_bytes(shape.dims)
             extents = tuple(extent_of(dim, shape.dims) for dim in spec.shape)
-            self._places[spec.name] = slice(self.size, self.size + math.prod(extents)), extents
-            self.size += -(-math.prod(extents) // _ALIGNMENT) * _ALIGNMENT
+            self._places[spec.name] = _Place(slice(self.num_bytes, end), dtype_from_name(spec.dtype), extents)
+            self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The inputs in ``buffer``."""
-        return {name: buffer[place].view(extents) for name, (place, extents) in self._places.items()}
+        """The inputs in ``buffer`` (uint8)."""
+        return {name: buffer[place.bytes].view(place.dtype).view(place.extents) for name, place in self._places.items()}
 
     def pack(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Write ``inputs`` (on the CPU) into ``buffer`` (likewise), behind them what pads a step to the shape.
@@ -84,17 +86,27 @@ class InputLayout:
         Padding sequences have no rows, no tokens and no pages; ``num_seqs`` of the inputs does not count them.
         """
         elements = buffer.numpy()
-        for name, (place, extents) in self._places.items():
-            source, target = inputs[name].numpy(), elements[place].reshape(extents)
-            if source.shape != extents:
+        for name, place in self._places.items():
+            source = inputs[name].view(_BITS[place.dtype.itemsize]).numpy()
+            target = elements[place.bytes].view(source.dtype).reshape(place.extents)
+            if source.shape != place.extents:
                 target[...] = _padding(name, source)
             target[tuple(slice(extent) for extent in source.shape)] = source
 
     def padding(self) -> Tensor:
         """A buffer (on the CPU) of a step that is padding only: it changes no state."""
-        buffer = torch.zeros(self.size, dtype=torch.int32)
+        buffer = torch.zeros(self.num_bytes, dtype=torch.uint8)
         self.views(buffer)["block_table"].fill_(-1)
         return buffer
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of an input in a buffer."""
+
+    bytes: slice
+    dtype: torch.dtype
+    extents: tuple[int, ...]
 
 
 def _padding(name: str, source: np.ndarray) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qwen4exp_trt.runtime.specs import StateSpec, TensorSpec, WeightRecipe, WeightSpec
+from qwen4exp_trt.runtime.specs import NgramRowsSpec, StateSpec, TensorSpec, WeightRecipe, WeightSpec
 from qwen4exp_trt.runtime.weights import map_sources
 
 
@@ -98,8 +98,15 @@ class Program:
 
     def map_weight_sources(self, resolve: Callable[[str], WeightRecipe]) -> Program:
         """A copy whose weight recipes read what ``resolve`` makes of each source name."""
-        weights = tuple(replace(spec, recipe=map_sources(spec.recipe, resolve)) for spec in self.weights)
-        return Program.from_graph(self.graph, self.inputs, self.states, weights, self.outputs)
+
+        def resolved(weights: tuple[WeightSpec, ...]) -> tuple[WeightSpec, ...]:
+            return tuple(replace(spec, recipe=map_sources(spec.recipe, resolve)) for spec in weights)
+
+        inputs = tuple(
+            replace(spec, operands=resolved(spec.operands)) if isinstance(spec, NgramRowsSpec) else spec
+            for spec in self.inputs
+        )
+        return Program.from_graph(self.graph, inputs, self.states, resolved(self.weights), self.outputs)
 
     def run(
         self,

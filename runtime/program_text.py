@@ -18,7 +18,7 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.json_files import read_json_object
 from qwen4exp_trt.runtime.program import Program, is_getitem
-from qwen4exp_trt.runtime.specs import DTYPE_BYTES, StateSpec, TensorSpec, WeightSpec
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES, StateSpec, TensorSpec, WeightSpec, input_from_json
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 ATEN_OPS = frozenset(
@@ -63,10 +63,10 @@ def save_program(program: Program, folder: Path) -> None:
     """Write ``graph.py`` and ``tables.json`` into ``folder``, which must exist."""
     (folder / GRAPH_FILE).write_text(format_program(program), encoding="utf-8")
     tables = {
-        "inputs": [asdict(spec) for spec in program.inputs],
+        "inputs": [spec.to_json() for spec in program.inputs],
         "states": [asdict(spec) for spec in program.states],
         "weights": [spec.to_json() for spec in program.weights],
-        "outputs": [asdict(spec) for spec in program.outputs],
+        "outputs": [spec.to_json() for spec in program.outputs],
     }
     (folder / TABLES_FILE).write_text(json.dumps(tables, indent=1) + "\n", encoding="utf-8")
 
@@ -82,7 +82,7 @@ def load_program(folder: Path) -> Program:
     try:
         program = Program(
             graph,
-            tuple(TensorSpec.from_json(spec) for spec in tables["inputs"]),
+            tuple(input_from_json(spec) for spec in tables["inputs"]),
             tuple(StateSpec.from_json(spec) for spec in tables["states"]),
             tuple(WeightSpec.from_json(spec) for spec in tables["weights"]),
             tuple(TensorSpec.from_json(spec) for spec in tables["outputs"]),

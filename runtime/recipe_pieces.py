@@ -49,7 +49,7 @@ def pieces_of(recipe: WeightRecipe, target: Tensor, shapes: RecipeShapes) -> Ite
     Each part of a join is placed where it belongs; a weight that is not a join is cut into groups of rows if its
     transforms allow it.
     """
-    recipe = _with_joins_outside(recipe, shapes)
+    recipe = with_joins_outside(recipe, shapes)
     if not isinstance(recipe, Transform):
         yield from _groups_of_rows(recipe, target, shapes)
     elif recipe.op in _JOINS:
@@ -97,14 +97,14 @@ def _groups_of_rows(recipe: WeightRecipe, target: Tensor, shapes: RecipeShapes) 
         yield Piece(group, target[start:stop])
 
 
-def _with_joins_outside(recipe: WeightRecipe, shapes: RecipeShapes) -> WeightRecipe:
+def with_joins_outside(recipe: WeightRecipe, shapes: RecipeShapes) -> WeightRecipe:
     """``recipe`` with its elementwise transforms moved into the joins and reshapes that they follow.
 
     A cast of a stack is the stack of casts; so what is behind a join needs no memory for all of it.
     """
     if not isinstance(recipe, Transform) or recipe.op not in _ELEMENTWISE:
         return recipe
-    inner = _with_joins_outside(recipe.inputs[0], shapes)
+    inner = with_joins_outside(recipe.inputs[0], shapes)
     if recipe.op == "cast" and shapes.dtype(inner) == shapes.dtype(recipe):
         return inner
     if isinstance(inner, Transform) and _keeps_size(recipe, shapes):

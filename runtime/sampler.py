@@ -1,18 +1,37 @@
 """Next tokens from logits, for a batch of requests that each have their own sampling parameters.
 
-Every step works on a row alone or keeps rows apart, and noise comes from the request's own generator: what a seeded
-request samples does not depend on the requests beside it.
+Every step works on a row alone or keeps rows apart, and noise is a function of the request's own seed and of how many
+tokens it has: what a seeded request samples does not depend on the requests beside it, nor on where the logits are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.specs import TensorSpec
+
+SAMPLING_INPUTS = tuple(
+    TensorSpec(name, ("L",), dtype)
+    for name, dtype in (
+        ("temperatures", "float32"),
+        ("top_k", "int32"),
+        ("top_p", "float32"),
+        ("min_p", "float32"),
+        ("seeds", "int64"),
+        ("offsets", "int32"),
+    )
+)
+"""What ``q4e::sample_tokens`` takes for each row of logits. Zeros are greedy."""
+_NUMPY_DTYPES = {"float32": np.float32, "int32": np.int32, "int64": np.uint64}
+"""Seeds have all 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,10 @@ class TokenHistory:
         """Add a sampled token."""
         self._output_token_ids.append(token_id)
 
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self._output_token_ids)
+
     def masks(self, vocab_size: int, device: torch.device) -> Tensor:
         """Bool ``[2, vocab_size]``: row 0 the tokens of prompt and output, row 1 those of the output."""
         if self._masks is None:
@@ -53,60 +76,86 @@ class TokenHistory:
         return self._masks
 
 
-def generator_from_seed(seed: int | None, device: torch.device | str = "cpu") -> torch.Generator | None:
-    """The generator of a request with a seed; None without one (torch's default generator is used then)."""
-    return None if seed is None else torch.Generator(device).manual_seed(seed)
+@dataclass(frozen=True)
+class SampleRequest:
+    """What decides about the next token of one request besides its logits."""
+
+    params: SamplingParams
+    history: TokenHistory
+    seed: int
+    """Of all draws of the request."""
 
 
-def sample(
-    logits: Tensor,
-    params: Sequence[SamplingParams],
-    histories: Sequence[TokenHistory],
-    generators: Sequence[torch.Generator | None],
-    vocab_limit: int | None,
-) -> list[SampledToken]:
+def seed_of(params: SamplingParams) -> int:
+    """The seed of a request: its own, or one that torch's default generator draws."""
+    return int(torch.randint(2**63 - 1, ()).item()) if params.seed is None else params.seed
+
+
+def sample(logits: Tensor, requests: Sequence[SampleRequest], vocab_limit: int | None) -> list[SampledToken | None]:
     """Sample one token per row of ``logits`` (float32 ``[N, V]``, left as they are).
 
     In order: repetition and presence penalty, then greedy (the lowest id among equals) or temperature, min-p, top-k
     and top-p. Tokens that tie with the last one kept by a filter are kept too. Ids from ``vocab_limit`` on (rows of
-    the head that no token has) are never sampled or reported. The generators are advanced; the histories are read.
-    Every row must be one that `can_sample`.
+    the head that no token has) are never sampled or reported. None for a row with NaN, +inf or only -inf.
     """
-    num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32, f"logits are {logits.dtype}, not float32"
-    assert len(params) == len(histories) == len(generators) == num_rows, "one entry per row of logits"
-    if num_rows == 0:
+    assert len(requests) == len(logits), "one request for each row of logits"
+    if not requests:
         return []
-    log_sums = logits.logsumexp(-1)
-    assert log_sums.isfinite().all(), "rows that can_sample refuses"
-    num_tokens = vocab_size if vocab_limit is None else min(vocab_limit, vocab_size)
-    penalized = _apply_penalties(logits, params, histories)[:, :num_tokens]
-    token_ids = penalized.argmax(-1)
-    random_rows = [row for row, row_params in enumerate(params) if not row_params.is_greedy]
-    if random_rows:
-        token_ids[random_rows] = _sample_random(
-            penalized[random_rows], [params[row] for row in random_rows], [generators[row] for row in random_rows]
-        )
-    return _report(logits[:, :num_tokens], log_sums, token_ids, params)
+    operands = {name: value.to(logits.device) for name, value in sampling_operands(requests).items()}
+    drawn = draw(_apply_penalties(logits, requests), logits, operands, vocab_limit)
+    return report(drawn.cpu(), logits, requests, vocab_limit)
 
 
-def can_sample(logits: Tensor) -> list[bool]:
-    """For each row of ``logits`` ``[N, V]`` whether it has no NaN, no +inf, and not only -inf."""
-    return logits.logsumexp(-1).isfinite().tolist()
+def sampling_operands(requests: Sequence[SampleRequest]) -> dict[str, Tensor]:
+    """The `SAMPLING_INPUTS` of one row for each request, on the CPU."""
+    params = [request.params for request in requests]
+    values: dict[str, list[Any]] = {
+        "temperatures": [0.0 if each.is_greedy else each.temperature for each in params],
+        "top_k": [each.top_k for each in params],
+        "top_p": [each.top_p for each in params],
+        "min_p": [each.min_p for each in params],
+        "seeds": [request.seed % 2**64 for request in requests],
+        "offsets": [request.history.num_output_tokens for request in requests],
+    }
+    arrays = {spec.name: np.array(values[spec.name], dtype=_NUMPY_DTYPES[spec.dtype]) for spec in SAMPLING_INPUTS}
+    arrays["seeds"] = arrays["seeds"].view(np.int64)
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+def draw(logits: Tensor, raw_logits: Tensor, operands: Mapping[str, Tensor], vocab_limit: int | None) -> Tensor:
+    """What ``q4e::sample_tokens`` gives for each row, as int32 ``[3, N]``: token id, bits of the logprob, rank.
+
+    Tokens come from ``logits``, logprobs and ranks from ``raw_logits``. Nothing waits for a GPU.
+    """
+    all_specs()
+    others = [operands[spec.name] for spec in SAMPLING_INPUTS]
+    ids, logprobs, ranks = torch.ops.q4e.sample_tokens(logits, raw_logits, *others, vocab_limit or 0)
+    return torch.stack([ids, logprobs.view(torch.int32), ranks])
 
 
-def _apply_penalties(logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[TokenHistory]) -> Tensor:
-    rows = [row for row, row_params in enumerate(params) if row_params.has_penalties]
+def report(
+    drawn: Tensor, logits: Tensor, requests: Sequence[SampleRequest], vocab_limit: int | None
+) -> list[SampledToken | None]:
+    """The tokens of the first rows of ``drawn`` (`draw`, on the CPU); ``logits`` are the raw ones of any dtype."""
+    ids, logprobs, ranks = drawn[0].tolist(), drawn[1].view(torch.float32).tolist(), drawn[2].tolist()
+    sampled: list[SampledToken | None] = []
+    for row, request in enumerate(requests):
+        top, count = None, request.params.logprobs
+        if ids[row] >= 0 and count is not None:
+            top = _top_logprobs(logits[row].float(), count, vocab_limit)
+        sampled.append(None if ids[row] < 0 else SampledToken(ids[row], logprobs[row], ranks[row], top))
+    return sampled
+
+
+def _apply_penalties(logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
+    rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
     if not rows:
         return logits
-    masks = [histories[row].masks(logits.shape[1], logits.device) for row in rows]
+    masks = [requests[row].history.masks(logits.shape[1], logits.device) for row in rows]
     seen, generated = torch.stack(masks, dim=1)
-    repetition = _column([params[row].repetition_penalty for row in rows], logits)
-    presence = _column([params[row].presence_penalty for row in rows], logits)
+    repetition = _column([requests[row].params.repetition_penalty for row in rows], logits)
+    presence = _column([requests[row].params.presence_penalty for row in rows], logits)
     values = logits[rows]
     repeated = torch.where(values > 0, values / repetition, values * repetition)
     penalized = logits.clone()
@@ -114,63 +163,12 @@ def _apply_penalties(logits: Tensor, params: Sequence[SamplingParams], histories
     return penalized
 
 
-def _sample_random(
-    logits: Tensor, params: Sequence[SamplingParams], generators: Sequence[torch.Generator | None]
-) -> Tensor:
-    """Token ids int64 ``[N]``: the argmax of probability over exponential noise, taken in log space."""
-    temperature = _column([row_params.temperature for row_params in params], logits)
-    # The best token is moved to 0 first, so that no temperature can overflow it.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature
-    noise = torch.stack([_exponential_noise(logits.shape[1], generator, logits.device) for generator in generators])
-    return (_apply_filters(scaled, params) - noise.log()).argmax(-1)
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
 
 
-def _exponential_noise(size: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    noise = torch.empty(size, device=device if generator is None else generator.device)
-    # A zero would beat every token, filtered ones included.
-    return noise.exponential_(generator=generator).clamp_min_(torch.finfo(noise.dtype).tiny).to(device)
-
-
-def _apply_filters(scaled: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """``scaled`` ``[N, V]`` with -inf for the tokens that min-p, top-k or top-p drop."""
-    rows_by_width: dict[int, list[int]] = {}
-    for row, row_params in enumerate(params):
-        if row_params.has_filters:
-            width = scaled.shape[1] if row_params.top_k <= 0 else min(row_params.top_k, scaled.shape[1])
-            rows_by_width.setdefault(width, []).append(row)
-    filtered = scaled.clone()
-    for width, rows in rows_by_width.items():
-        values = scaled[rows]
-        lowest = _lowest_kept(values.topk(width).values, [params[row] for row in rows])
-        filtered[rows] = values.masked_fill(values < lowest, -torch.inf)
-    return filtered
-
-
-def _lowest_kept(best: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """The lowest logit ``[N, 1]`` that min-p and top-p keep of ``best`` ``[N, top_k]``, which is in falling order."""
-    floor = best[:, :1] + _column([row_params.min_p for row_params in params], best).log()
-    probs = best.masked_fill(best < floor, -torch.inf).softmax(-1)
-    # top_p 1 keeps all, whatever the rounding of the sum.
-    top_p = _column([row_params.top_p if row_params.top_p < 1 else torch.inf for row_params in params], best)
-    is_kept = (best >= floor) & (probs.cumsum(-1) - probs < top_p)
-    return best.gather(1, is_kept.sum(-1, keepdim=True) - 1)
-
-
-def _report(
-    logits: Tensor, log_sums: Tensor, token_ids: Tensor, params: Sequence[SamplingParams]
-) -> list[SampledToken]:
-    chosen = logits.gather(1, token_ids.unsqueeze(1))
-    logprobs = (chosen.squeeze(1) - log_sums).tolist()
-    ranks = ((logits > chosen).sum(-1) + 1).tolist()
-    sampled = []
-    for row, token_id in enumerate(token_ids.tolist()):
-        count = params[row].logprobs
-        top = None if count is None else _top_logprobs(logits[row] - log_sums[row], count)
-        sampled.append(SampledToken(token_id, logprobs[row], ranks[row], top))
-    return sampled
-
-
-def _top_logprobs(logprobs: Tensor, count: int) -> dict[int, float]:
+def _top_logprobs(logits: Tensor, count: int, vocab_limit: int | None) -> dict[int, float]:
+    logprobs = logits.log_softmax(-1)[:vocab_limit]
     values, token_ids = logprobs.topk(min(count, len(logprobs)))
     pairs = zip(token_ids.tolist(), values.tolist(), strict=True)
     return dict(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))

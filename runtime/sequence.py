@@ -6,12 +6,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk, logprobs_from_sampled
-from qwen4exp_trt.runtime.sampler import SampledToken, TokenHistory, generator_from_seed
+from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, TokenHistory, seed_of
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.stopping import FinishReason, StopChecker
 from qwen4exp_trt.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -25,9 +24,9 @@ class Memory:
     blocks: list[int]
 
     @cached_property
-    def block_row(self) -> Tensor:
+    def block_row(self) -> np.ndarray:
         """``blocks`` as int32: there may be thousands, which no step has to convert again."""
-        return torch.tensor(self.blocks, dtype=torch.int32)
+        return np.array(self.blocks, dtype=np.int32)
 
 
 class Sequence:
@@ -54,8 +53,7 @@ class Sequence:
         self.memory: Memory | None = None
         self.error: RequestError | None = None
         """Why this sequence was dropped."""
-        self.history = TokenHistory(prompt_token_ids)
-        self.generator: torch.Generator | None = generator_from_seed(params.seed)
+        self.sample_request = SampleRequest(params, TokenHistory(prompt_token_ids), seed_of(params))
         self._stop_checker, self._tokenizer = stop_checker, tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens) if tokenizer else None
         self._output = _Output()
@@ -77,7 +75,7 @@ class Sequence:
         """Take the next token."""
         token_id = sampled.token_id
         self.token_ids.append(token_id)
-        self.history.append(token_id)
+        self.sample_request.history.append(token_id)
         new_text = self._detokenizer.feed(token_id) if self._detokenizer else ""
         update = self._stop_checker.feed(token_id, new_text)
         out = self._output

@@ -12,6 +12,7 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.number_formats import float_from_e4m3
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
+from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.specs import StateSpec
 
 RunStep = Callable[[Mapping[str, Tensor]], Tensor]
@@ -104,13 +105,15 @@ def compare(
     specs: Sequence[StateSpec],
     expected: tuple[RunStep, Mapping[str, Tensor]],
     got: tuple[RunStep, Mapping[str, Tensor]],
+    rows: NgramRows | None = None,
 ) -> Iterator[list[Difference]]:
     """After each step the differences of every state, in the order of the layers, and then of the logits.
 
-    ``expected`` and ``got``: how to run a step, and the states that it updates.
+    ``expected`` and ``got``: how to run a step, and the states that it updates. ``rows`` complete the inputs of both.
     """
     for step in steps:
         inputs = step.inputs(blocks_per_seq)
+        inputs = inputs if rows is None else rows.complete(inputs)
         logits = expected[0](inputs), got[0](inputs)
         pairs = [(spec.name, expected[1][spec.name], got[1][spec.name]) for spec in specs]
         pairs.append(("logits", *logits))

@@ -26,6 +26,16 @@ Dim = int | str
 """A static extent, or the name of a dynamic one."""
 
 
+class PleResidency(StrEnum):
+    """Where the n-gram table is while a program runs."""
+
+    DEVICE = "device"
+    HOST = "host"
+    """In mapped memory of the host: on a device of unified memory the same bytes."""
+    DISK = "disk"
+    """In its files: only the rows of one step are in the device's memory."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """Name, shape (ints and named dynamic dims) and dtype of a program input, weight or output."""
@@ -38,6 +48,9 @@ class TensorSpec:
     def from_json(cls, data: Mapping[str, Any], dims: Collection[str] = STEP_DIMS) -> TensorSpec:
         """``dims``: the names of dynamic dims that the shape may have."""
         return cls(data["name"], _shape_from_json(data["shape"], dims), _dtype_from_json(data["dtype"]))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "shape": self.shape, "dtype": self.dtype}
 
     def num_bytes(self, dims: Mapping[str, int]) -> int:
         """Size in bytes with every named dim taken from ``dims``."""
@@ -193,8 +206,54 @@ class WeightSpec:
         return self.tensor.name
 
     def to_json(self) -> dict[str, Any]:
-        return {"tensor": asdict(self.tensor), "recipe": recipe_to_json(self.recipe)}
+        return {"tensor": self.tensor.to_json(), "recipe": recipe_to_json(self.recipe)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> WeightSpec:
         return cls(TensorSpec.from_json(data["tensor"], dims=()), recipe_from_json(data["recipe"]))
+
+
+# --- inputs that are rows of a table ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NgramRowsSpec(TensorSpec):
+    """An input ``[T, P*E]`` that the runtime looks up for each step in an n-gram table, which stays in its files.
+
+    It is what the op ``gather`` gives for the rows that ``q4e::ple_hash`` names. Both run on the CPU, ``gather`` on
+    only those rows of its operands.
+    """
+
+    multipliers: tuple[int, ...]
+    head_sizes: tuple[int, ...]
+    head_offsets: tuple[int, ...]
+    eos_token_id: int
+    gather: str
+    operands: tuple[WeightSpec, ...]
+    """Those of ``gather`` behind the row ids; they are no weights of the program."""
+
+    def to_json(self) -> dict[str, Any]:
+        fields = {name: getattr(self, name) for name in (*_HASH_CONSTANTS, "eos_token_id", "gather")}
+        return {**super().to_json(), **fields, "operands": [operand.to_json() for operand in self.operands]}
+
+
+_HASH_CONSTANTS = ("multipliers", "head_sizes", "head_offsets")
+
+
+def input_from_json(data: Mapping[str, Any]) -> TensorSpec:
+    """What `TensorSpec.to_json` of an input gave."""
+    spec = TensorSpec.from_json(data)
+    if "gather" not in data:
+        return spec
+    constants = {name: tuple(map(operator.index, data[name])) for name in _HASH_CONSTANTS}
+    operands = tuple(WeightSpec.from_json(operand) for operand in data["operands"])
+    eos_token_id = operator.index(data["eos_token_id"])
+    return NgramRowsSpec(
+        spec.name,
+        spec.shape,
+        spec.dtype,
+        **constants,
+        eos_token_id=eos_token_id,
+        gather=data["gather"],
+        operands=operands,
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 
@@ -42,7 +42,14 @@ def build_step_inputs(
         "num_seqs": [len(scheduled)],
         "logits_indices": rows or [0],
     }
-    tensors = {name: torch.tensor(value, dtype=torch.int32) for name, value in inputs.items()}
-    rows_of_blocks = [memory.block_row for memory in memories]
-    tensors["block_table"] = pad_sequence(rows_of_blocks, batch_first=True, padding_value=-1)
-    return tensors, sampled
+    arrays = {name: np.array(value, dtype=np.int32) for name, value in inputs.items()}
+    arrays["block_table"] = _block_table([memory.block_row for memory in memories])
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}, sampled
+
+
+def _block_table(rows: SequenceOf[np.ndarray]) -> np.ndarray:
+    """Rows of pages, padded with -1."""
+    table = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int32)
+    for target, row in zip(table, rows, strict=True):
+        target[: len(row)] = row
+    return table

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import CheckpointError
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
-from qwen4exp_trt.runtime.tensor_source import Described, Read
+from qwen4exp_trt.runtime.tensor_source import Described, Read, RowReader
 
 _DTYPES = {
     "BOOL": torch.bool,
@@ -52,6 +53,9 @@ _CACHED_BYTES = 64 << 10
 """A smaller request leaves its pages to the end of the reader; dropping them one by one costs more than reading."""
 _CACHED_FILE_BYTES = 16 << 20
 """Of a file from which less was read, small requests leave their pages cached for good."""
+_ROWS_AT_ONCE = 1024
+"""Rows from all over the files that are announced to the kernel before the first is read: it reads them in parallel,
+six times as fast as 16 rows one after another, where threads are three times as fast."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -167,6 +171,27 @@ class TensorReader:
         self.start([Read(name, tensor) for name, tensor in zip(names, tensors, strict=True)])()
         return tensors
 
+    def row_reader(self, names: Sequence[str]) -> RowReader:
+        shape, dtype = self.describe(names[0])
+        row_bytes = dtype.itemsize * math.prod(shape[1:])
+        places = [self._place_of(name) for name in names]
+        begins = np.array([begin for _, begin in places])
+
+        def read(tensors: np.ndarray, rows: np.ndarray) -> Tensor:
+            out = torch.empty((len(rows), *shape[1:]), dtype=dtype)
+            offsets = (begins[tensors] + row_bytes * rows).tolist()
+            buffers = _rows_of(_memory(out), row_bytes)
+            reads = list(zip([places[tensor][0] for tensor in tensors], offsets, buffers, strict=True))
+            for start in range(0, len(reads), _ROWS_AT_ONCE):
+                window = reads[start : start + _ROWS_AT_ONCE]
+                for file, offset, _ in window:
+                    os.posix_fadvise(file.descriptor, offset, row_bytes, os.POSIX_FADV_WILLNEED)
+                for file, offset, buffer in window:
+                    _read_row(file, offset, buffer)
+            return out
+
+        return read
+
     def close(self) -> None:
         """Wait for what was started, close the files, and drop what is left of large ones in the page cache."""
         if self._pool is not None:
@@ -211,12 +236,17 @@ class TensorReader:
 
     def _begin_of(self, read: Read) -> tuple[_File, int]:
         """The file of ``read`` and where in it its bytes begin."""
-        checkpoint = self._owner(read.name)
-        name, begin, _ = checkpoint.data_range(read.name)
+        file, begin = self._place_of(read.name)
         if read.rows is not None:
             shape, dtype = self.describe(read.name)
             begin += read.rows[0] * dtype.itemsize * math.prod(shape[1:])
-        return self._file(checkpoint, name), begin
+        return file, begin
+
+    def _place_of(self, name: str) -> tuple[_File, int]:
+        """The file of a tensor and where in it its bytes begin."""
+        checkpoint = self._owner(name)
+        file, begin, _ = checkpoint.data_range(name)
+        return self._file(checkpoint, file), begin
 
     def _file(self, checkpoint: Checkpoint, name: str) -> _File:
         """The file ``name`` of ``checkpoint``, opened at its first use."""
@@ -235,6 +265,23 @@ def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     assert tensor.is_contiguous(), "reads go to contiguous memory"
     return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _rows_of(memory: memoryview, row_bytes: int) -> list[memoryview]:
+    return [memory[start : start + row_bytes] for start in range(0, len(memory), row_bytes)]
+
+
+def _read_row(file: _File, offset: int, buffer: memoryview) -> None:
+    try:
+        count = os.preadv(file.descriptor, [buffer], offset)
+    except OSError as error:
+        raise CheckpointError(
+            f"{file.path}: cannot read {len(buffer)} bytes at {offset:,}: {error.strerror}"
+        ) from error
+    if count != len(buffer):
+        raise CheckpointError(
+            f"{file.path}: ends at byte {offset + count:,}: it was truncated after it was opened; download it again"
+        )
 
 
 def _tasks(requests: list[_Request]) -> list[list[_Request]]:

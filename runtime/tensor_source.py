@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +28,10 @@ class Read:
     rows: tuple[int, int] | None = None
 
 
+RowReader = Callable[[np.ndarray, np.ndarray], Tensor]
+"""Reads rows from all over some tensors: which tensor and which row of it, both ``[n]`` -> ``[n, ...]``."""
+
+
 class TensorSource(Protocol):
     """Gives tensors, and rows of them, by name."""
 
@@ -36,6 +41,10 @@ class TensorSource(Protocol):
 
     def start(self, reads: Sequence[Read]) -> Callable[[], None]:
         """Begin to read; what it returns waits for the end. Either may raise `CheckpointError`."""
+        ...
+
+    def row_reader(self, names: Sequence[str]) -> RowReader:
+        """A reader of rows of these tensors, which are alike but for their number of rows."""
         ...
 
 
@@ -55,6 +64,17 @@ class FunctionSource:
             tensor = self._tensor(read.name)
             read.out.copy_(tensor if read.rows is None else tensor[slice(*read.rows)])
         return _done
+
+    def row_reader(self, names: Sequence[str]) -> RowReader:
+        shape, dtype = self.describe(names[0])
+
+        def read(tensors: np.ndarray, rows: np.ndarray) -> Tensor:
+            out = torch.empty((len(rows), *shape[1:]), dtype=dtype)
+            for place, (tensor, row) in enumerate(zip(tensors, rows, strict=True)):
+                out.view(torch.uint8)[place] = self._tensor(names[tensor]).view(torch.uint8)[row]
+            return out
+
+        return read
 
 
 def _done() -> None:

@@ -16,6 +16,7 @@ from qwen4exp_trt.plugins.spec import element_shape
 from qwen4exp_trt.plugins.tensorrt import register_creators
 from qwen4exp_trt.runtime.engine_tensors import check_io_tensors
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.trt_log import make_log
 from qwen4exp_trt.runtime.weights import dtype_from_name
@@ -25,9 +26,10 @@ class TensorRTBackend:
     """Runs the engine of the bundle ``folder`` over buffers of this process.
 
     ``trt`` is the TensorRT module; ``program`` says what the engine's tensors are; ``states`` and ``weights`` are bound
-    by name and stay where they are, on ``device``. There is an execution context for each optimization profile; they
-    share their activation memory, since one runs at a time. Raises BundleError if the engine was built for another GPU
-    or by another TensorRT, or its tensors are not those of the program.
+    by name and stay where they are, on ``device`` or in host memory that it reads; ``rows`` complete the inputs of
+    steps, if the program takes rows of a table that is on disk. There is an execution context for each optimization
+    profile; they share their activation memory, since one runs at a time. Raises BundleError if the engine was built
+    for another GPU or by another TensorRT, or its tensors are not those of the program.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class TensorRTBackend:
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         device: torch.device,
+        rows: NgramRows | None = None,
     ) -> None:
         check_engine_fits(trt, folder, manifest, device)
-        self.trt, self.program, self.states, self.weights = trt, program, states, weights
+        self.trt, self.program, self.states, self.weights, self.rows = trt, program, states, weights, rows
         self.device, self.stream = device, None if device.type == "cpu" else torch.cuda.Stream(device)
         self.log = make_log(trt)
         self.engine = self._deserialize(folder / ENGINE_FILE)
@@ -61,6 +64,7 @@ class TensorRTBackend:
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
+        inputs = inputs if self.rows is None else self.rows.complete(inputs)
         profile = self._profile_for(inputs)
         context = self.contexts[profile]
         with self._on_stream():

@@ -55,7 +55,8 @@ def verify(args: argparse.Namespace, trt: ModuleType | None = None) -> None:
     program = load_eager_backend(args.bundle, manifest, args.checkpoint, num_blocks, device, loading_line().show)
     states = allocate_states(program.program.states, num_blocks, limits.num_slots, device)
     engine = TensorRTBackend(trt, args.bundle, manifest, program.program, states, program.weights, device)
-    results = compare(steps, blocks, program.program.states, (program.run, program.states), (engine.run, engine.states))
+    ours, theirs = (program.run, program.states), (engine.run, engine.states)
+    results = compare(steps, blocks, program.program.states, ours, theirs, program.rows)
     for step, differences in zip(steps, results, strict=True):
         worst = check_difference(differences, args.tolerance)
         print(f"{step.name:42} largest error {worst:.2e} of {len(differences)} tensors")

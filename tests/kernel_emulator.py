@@ -30,7 +30,7 @@ from qwen4exp_trt.plugins.spec import OpSpec, element_shape
 EMULATOR = Path(__file__).parent / "emulator" / "cuda_emulator.h"
 BUILD = Path(__file__).parent.parent / "build" / "emulator"
 NUM_SMS = 4
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-DQ4E_EMULATE"]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-DQ4E_EMULATE", "-fno-gnu-unique"]
 
 
 def run_emulated(spec: OpSpec, args: list[Any], reverse: bool = False, num_sms: int = NUM_SMS) -> tuple[Tensor, ...]:

@@ -34,12 +34,17 @@ class OpSteps:
     def states(self) -> dict[str, Tensor]:
         return {arg.name: self.others[arg.name] for arg in self.spec.states}
 
-    def step(
-        self, contexts: Sequence[int], lens: Sequence[int], rows: Mapping[str, Tensor] | None = None
-    ) -> list[Tensor]:
-        """Outputs ``[L, ...]`` of ``lens`` tokens of each sequence behind ``contexts``. ``rows`` instead of its own."""
-        rows = self.rows if rows is None else rows
-        device = next(iter(rows.values())).device
+    def step(self, contexts: Sequence[int], lens: Sequence[int]) -> list[Tensor]:
+        """Outputs ``[L, ...]`` of ``lens`` tokens of each sequence behind ``contexts``."""
+        return self._run(contexts, lens, lens)
+
+    def draft_step(self, contexts: Sequence[int], length: int, kept: Sequence[int]) -> list[Tensor]:
+        """Outputs of the first ``kept`` rows of each sequence in a step of ``length``, the rest of which are wrong."""
+        outputs = self._run(contexts, [length] * len(contexts), kept)
+        return [out[:count] for out, count in zip(outputs, kept, strict=True)]
+
+    def _run(self, contexts: Sequence[int], lens: Sequence[int], kept: Sequence[int]) -> list[Tensor]:
+        device = next(iter(self.rows.values())).device
         starts = torch.tensor([0, *lens]).cumsum(0)
         batch = {
             "query_start_loc": starts.int(),
@@ -48,18 +53,12 @@ class OpSteps:
             "num_seqs": torch.tensor([len(lens)], dtype=torch.int32),
         }
         values: dict[str, Any] = {**self.others, **{name: value.to(device) for name, value in batch.items()}}
-        for name, value in rows.items():
-            parts = zip(value, contexts, lens, strict=True)
-            values[name] = torch.cat([part[context : context + length] for part, context, length in parts])
+        for name, value in self.rows.items():
+            parts = []
+            for rows, context, length, count in zip(value, contexts, lens, kept, strict=True):
+                new = rows[context : context + length]
+                parts += [new[:count], new[count:].flip(-1) + 1]
+            values[name] = torch.cat(parts)
         names = [arg.name for arg in self.spec.inputs] + [attr.name for attr in self.spec.attrs]
         outputs = self.run(self.spec, [values[name] for name in names])[0]
         return list(outputs[: starts[-1]].split(list(lens)))
-
-    def draft_step(self, contexts: Sequence[int], length: int, kept: Sequence[int]) -> list[Tensor]:
-        """Outputs of the first ``kept`` rows of each sequence in a step of ``length``, the rest of which are wrong."""
-        wrong = {name: value.clone() for name, value in self.rows.items()}
-        for value in wrong.values():
-            for b, (context, count) in enumerate(zip(contexts, kept, strict=True)):
-                value[b, context + count :] = value[b, context + count :].flip(-1) + 1
-        outputs = self.step(contexts, [length] * len(contexts), wrong)
-        return [out[:count] for out, count in zip(outputs, kept, strict=True)]

@@ -11,7 +11,7 @@ from kernel_timing import Timing, Work, chained, cold
 LAYERS = 48
 SHAPES = {"qkvz": (16384, 2560), "out": (2560, 6144)}
 ALONE = {"bar": (2560, 10240), **SHAPES, "qkv": (13312, 2560)}
-TOKENS = (1, 4, 8, 64, 512)
+TOKENS = (1, 4, 8, 16, 32, 64, 512)
 
 
 def weight(rows: int, columns: int) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Rows of n-gram tables of every format, on the device and in the host's pinned memory.
+"""Rows of n-gram tables of every format, on the device and in the host's memory.
 
 The table is much smaller than the released one, but larger than the caches.
 """
@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 from kernel_timing import Timing, cold
+
+from qwen4exp_trt.runtime.host_memory import map_into_gpu
 
 HEADS, WIDTH, NUM_ROWS = 16, 160, 1 << 20
 
@@ -27,14 +29,14 @@ def tables() -> Iterator[tuple[str, list[torch.Tensor], int]]:
     yield "nvfp4_ple_gather", [packed, block_scales, scales], 90
 
 
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8).pin_memory().view(tensor.dtype)
-
-
 def measure() -> Iterator[Timing]:
     for op, tensors, row_bytes in tables():
         overload = getattr(torch.ops.q4e, op)
-        for where, table in (("device", [t.cuda() for t in tensors]), ("host", [pinned(t) for t in tensors])):
+        for where in ("device", "host"):
+            # Of a table in the host's memory the scales of its shards are on the device.
+            is_mapped = [where == "host" and len(tensor) == NUM_ROWS for tensor in tensors]
+            pairs = zip(tensors, is_mapped, strict=True)
+            table = [map_into_gpu(t, "table") if mapped else t.cuda() for t, mapped in pairs]
             for tokens in (1, 8, 64, 512):
                 rows = torch.randint(NUM_ROWS, (tokens, HEADS), device="cuda")
                 args = [rows, *table, *([] if op == "ple_gather" else ["bfloat16"])]

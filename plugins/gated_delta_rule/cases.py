@@ -37,11 +37,12 @@ def make_operands(
     heads: tuple[int, int, int, int] = (HK, HV, K, V),
     draft_rows: int = DRAFT_ROWS,
     gate: str = "sigmoid",
-    **padding: int,
+    padding_seqs: int = 0,
+    padding_rows: int = 0,
 ) -> dict[str, Any]:
     """Operands of a step; ``heads``: key heads, value heads, key and value dims; ``pending`` as in `held_lens`."""
     num_k_heads, num_v_heads, key_dim, value_dim = heads
-    batch = sample_batch(query_lens, context_lens, **padding)
+    batch = sample_batch(query_lens, context_lens, padding_seqs, padding_rows)
     tokens, slots = batch.pop("T"), batch.pop("num_slots")
     key_width, value_width = num_k_heads * key_dim, num_v_heads * value_dim
     draft_width = key_width + value_width + 2 * num_v_heads
@@ -68,10 +69,20 @@ def _case(
     context_lens: Sequence[int],
     pending: Sequence[int],
     gate: str = "sigmoid",
-    **padding: int,
+    padding_seqs: int = 0,
+    padding_rows: int = 0,
 ) -> Case:
     def make(dtype: torch.dtype, generator: Generator) -> dict[str, Any]:
-        return make_operands(dtype, generator, query_lens, context_lens, pending, gate=gate, **padding)
+        return make_operands(
+            dtype,
+            generator,
+            query_lens,
+            context_lens,
+            pending,
+            gate=gate,
+            padding_seqs=padding_seqs,
+            padding_rows=padding_rows,
+        )
 
     return Case(name, make)
 

@@ -8,6 +8,7 @@ from torch.nn.functional import softplus
 
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.gated_delta_rule.cases import CASES
+from qwen4exp_trt.plugins.gated_delta_rule.launch import launches
 from qwen4exp_trt.plugins.gated_delta_rule.reference import reference
 from qwen4exp_trt.plugins.numerics import rms_norm
 from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
@@ -149,5 +150,6 @@ SPEC = OpSpec(
     body=body,
     reference=reference,
     cases=CASES,
+    launches=launches,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
 )

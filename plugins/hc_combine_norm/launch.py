@@ -12,4 +12,4 @@ def launches(call: Call) -> Iterator[Launch]:
     names = ("stack", "y", "inject", "gain", "combined", "normed")
     args = (*(call[name] for name in names), F32(call.attrs["eps"]))
     stack = call["stack"]
-    yield norm_launch(call, "hc_combine_norm", call.dims["HC"], stack.shape, stack.dtype, args)
+    yield norm_launch("hc_combine_norm", call.dims["HC"], stack.shape, stack.dtype, args)

@@ -1,5 +1,5 @@
 // The up projection and the gated mean behind it, by tensor cores. A warp keeps 16 rows of the weight in registers, all
-// streams of 16 / STREAMS columns, loaded before there are activations; the tokens' low ranks pass through shared memory.
+// streams of 16 / STREAMS columns, loaded before there are activations; the low ranks pass through shared memory.
 // HIDDEN: columns of a stream; STREAMS: 1, 2, 4 or 8; RANK: whole chunks of 32; bf16 only.
 #pragma once
 #include "q4e.cuh"
@@ -50,22 +50,24 @@ __device__ __forceinline__ Streams load_streams(const bf16* normed, int64 first_
 __device__ __forceinline__ void mix_tile(const GateWeights& weights, const bf16* lowrank, const Streams& streams,
                                          bf16* mixed, int64 first_token, int tokens) {
   const int group = threadIdx.x % WARP / 4, part = threadIdx.x % 4;
-  float sums[2][4] = {};  // two chains of dependent sums
-  const bool is_token = first_token + group < tokens;
+  float sums[4][4] = {};  // four chains of dependent sums
+  // Lanes without a token repeat the first one: what they give to the product is not stored.
+  lowrank += (first_token + group < tokens ? group : 0) * LOWRANK_STRIDE + part * 8;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (is_token) x = *reinterpret_cast<const uint4*>(lowrank + group * LOWRANK_STRIDE + i * CHUNK + part * 8);
+    const uint4 x = *reinterpret_cast<const uint4*>(lowrank + i * CHUNK);
     const uint4 low = weights.low[i], high = weights.high[i];
     const uint32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
     const uint32 first_x[2] = {x.x, x.y}, second_x[2] = {x.z, x.w};
-    mma_16x8x16(sums[0], first, first_x);
-    mma_16x8x16(sums[1], second, second_x);
+    mma_16x8x16(sums[i % 2 * 2], first, first_x);
+    mma_16x8x16(sums[i % 2 * 2 + 1], second, second_x);
   }
 #pragma unroll
+  for (int i = 0; i < 4; ++i) sums[0][i] += sums[1][i] + (sums[2][i] + sums[3][i]);
+#pragma unroll
   for (int i = 0; i < 2; ++i) {  // token `2 * part + i`
-    float low = sigmoid(round_to<bf16>(sums[0][i] + sums[1][i])) * low_bf16(streams.pairs[i]);
-    float high = sigmoid(round_to<bf16>(sums[0][2 + i] + sums[1][2 + i])) * high_bf16(streams.pairs[i]);
+    float low = sigmoid(round_to<bf16>(sums[0][i])) * low_bf16(streams.pairs[i]);
+    float high = sigmoid(round_to<bf16>(sums[0][2 + i])) * high_bf16(streams.pairs[i]);
 #pragma unroll
     for (int stream = 1; stream < STREAMS; stream *= 2) {
       low += __shfl_xor_sync(FULL_MASK, low, stream * 4);

@@ -13,7 +13,7 @@ TILE_TOKENS, CHUNK, MAX_RANK = 8, 32, 384
 WARPS = 5
 
 _STAGE = 64
-_BLOCKS_PER_SM = 3
+_BLOCKS_PER_SM = 2
 _ANY_WARPS = 8
 
 
@@ -37,10 +37,11 @@ class GatedMix:
 
 
 def launches(call: Call) -> Iterator[Launch]:
-    names, (tokens, rank) = ("lowrank", "up_weight", "normed", "mixed"), call["lowrank"].shape
-    args = (call[name] for name in names)
-    streams, hidden = call.attrs["hc_count"], call["mixed"].shape[1]
-    yield gate_mix(call, GatedMix(*args, tokens, hidden, streams, rank, call["mixed"].dtype))
+    (tokens, rank), streams, mixed = call["lowrank"].shape, call.attrs["hc_count"], call["mixed"]
+    lowrank, up_weight, normed = call["lowrank"], call["up_weight"], call["normed"]
+    yield gate_mix(
+        call, GatedMix(lowrank, up_weight, normed, mixed, tokens, mixed.shape[1], streams, rank, mixed.dtype)
+    )
 
 
 def mix_fits(hidden: int, streams: int, rank: int, dtype: torch.dtype) -> bool:
@@ -73,7 +74,7 @@ def gate_mix(call: Call, mix: GatedMix) -> Launch:
         )
     stage = TILE_TOKENS if mix.tokens <= TILE_TOKENS else _STAGE
     columns = column_blocks(mix.hidden, mix.streams)
-    most = -(-_BLOCKS_PER_SM * call.num_sms // columns)
+    most = max(_BLOCKS_PER_SM * call.num_sms // columns, 1)
     return Launch(
         Kernel("hc_gate_mix/kernel.cu", "hc_gate_mix", (*mix.defines, ("STAGE", stage))),
         grid=(columns, min(-(-mix.tokens // stage), most), 1),

@@ -13,37 +13,19 @@ MAX_THREADS = 512
 
 def launches(call: Call) -> Iterator[Launch]:
     args = (call["stack"], call["gain"], call["normed"], F32(call.attrs["eps"]))
-    yield norm_launch(call, "hc_norm", call.attrs["hc_count"], call["stack"].shape, call["stack"].dtype, args)
+    yield norm_launch("hc_norm", call.attrs["hc_count"], call["stack"].shape, call["stack"].dtype, args)
 
 
-def norm_launch(
-    call: Call, entry: str, streams: int, shape: Sequence[int], dtype: torch.dtype, args: tuple[Arg, ...]
-) -> Launch:
-    """A norm of a stack of ``shape`` ``[T, W]``: ``entry`` of the kernel with its ``args``.
-
-    With few tokens many threads share a stream, for the shortest time; with many, few threads with much work each keep
-    more loads under way.
-    """
+def norm_launch(entry: str, streams: int, shape: Sequence[int], dtype: torch.dtype, args: tuple[Arg, ...]) -> Launch:
+    """A norm of a stack of ``shape`` ``[T, W]``: ``entry`` of the kernel with its ``args``."""
     tokens, width = shape
     hidden = width // streams
-    items = hidden // vector_of(hidden, dtype)
-    few = tokens * streams <= 2 * call.num_sms
-    threads = _whole_warps(items if few else -(-items // 5))
-    defines = (
-        ("HIDDEN", hidden),
-        ("STREAMS", streams),
-        ("BLOCK_THREADS", min(threads, MAX_THREADS)),
-        ("ACTIVATION", c_type(dtype)),
-    )
-    kernel = Kernel("hc_norm/kernel.cu", entry, defines)
-    return Launch(kernel, (tokens * streams, 1, 1), min(threads, MAX_THREADS), args)
+    threads = min(-(-hidden // vector_of(hidden, dtype) // 32) * 32, MAX_THREADS)
+    defines = (("HIDDEN", hidden), ("STREAMS", streams), ("BLOCK_THREADS", threads), ("ACTIVATION", c_type(dtype)))
+    return Launch(Kernel("hc_norm/kernel.cu", entry, defines), (tokens * streams, 1, 1), threads, args)
 
 
 def vector_of(columns: int, dtype: torch.dtype) -> int:
     """Elements that a thread loads at once, as in ``vectors.cuh``."""
     per_load = 16 // dtype.itemsize
     return per_load if columns % per_load == 0 else 1
-
-
-def _whole_warps(threads: int) -> int:
-    return -(-threads // 32) * 32

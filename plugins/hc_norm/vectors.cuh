@@ -1,5 +1,5 @@
-// Loads and stores of 16 bytes of activations as floats. The data comes from kernels of the same step: it is read from L2,
-// since a line in L1 may be older than the kernel before.
+// Loads and stores of 16 bytes of activations as floats. They come from kernels of the same step and are read from L2:
+// a line in L1 may be older than the kernel before.
 #pragma once
 #include "q4e.cuh"
 
@@ -26,10 +26,10 @@ __device__ __forceinline__ void load_floats(const T* from, float (&values)[1]) {
 }
 
 __device__ __forceinline__ void store_floats(bf16* to, const float (&values)[8]) {
-  *reinterpret_cast<uint4*>(to) = pack(values);
+  __stcg(reinterpret_cast<uint4*>(to), pack(values));
 }
 __device__ __forceinline__ void store_floats(float* to, const float (&values)[4]) {
-  *reinterpret_cast<float4*>(to) = make_float4(values[0], values[1], values[2], values[3]);
+  __stcg(reinterpret_cast<float4*>(to), make_float4(values[0], values[1], values[2], values[3]));
 }
 template <typename T>
 __device__ __forceinline__ void store_floats(T* to, const float (&values)[1]) {

@@ -8,21 +8,20 @@ hc_project_few_tokens(const bf16* normed, const bf16* weight, bf16* lowrank, bf1
                       uint32* semaphores, int tokens) {
   DYNAMIC_SHARED(float, sums);  // [TILES, WARPS, TILE_ROWS, TILE_TOKENS]
   const int first_row = blockIdx.x * TILE_ROWS, stream = blockIdx.y;
-  start_next();
   TileWeights tile;
   load_weights(tile, weight, first_row, stream);
   wait_for_previous();
+  start_next();
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {
     const int token = i * TILE_TOKENS + lane_group();
+    // Lanes without a token repeat the last one: what they give to the product is not stored.
+    const bf16* from = normed + (token < tokens ? token : tokens - 1) * WIDTH + stream * HIDDEN + first_column();
     uint4 activations[WARP_CHUNKS];
 #pragma unroll
-    for (int j = 0; j < WARP_CHUNKS; ++j) {
-      const int column = chunk_column(j);
-      const bf16* from = normed + int64(token) * WIDTH + stream * HIDDEN + column;
-      activations[j] = token < tokens && column < HIDDEN ? __ldcg(reinterpret_cast<const uint4*>(from))
-                                                         : make_uint4(0, 0, 0, 0);
-    }
+    for (int j = 0; j < WARP_CHUNKS; ++j)
+      activations[j] = has_chunk(j) ? __ldcg(reinterpret_cast<const uint4*>(from + j * WARPS * CHUNK))
+                                    : make_uint4(0, 0, 0, 0);
     float products[4];
     multiply(tile, activations, products);
     put_sums(sums + (i * WARPS + threadIdx.x / WARP) * TILE, products);

@@ -13,8 +13,11 @@ TILE_ROWS, TILE_TOKENS, CHUNK = 16, 8, 32
 FEW_TOKENS = 32
 """Up to here a weight in registers meets all tokens; beyond, tiles of both go through shared memory."""
 
-FEW_WARPS = 16
-_BLOCK_TOKENS, _MAX_TILES, _STEP, _STAGES, _MANY_THREADS = 64, 7, 64, 4, 128
+FEW_WARPS = 10
+_MAX_TILES, _STEP, _MANY_THREADS = 7, 64, 128
+_MAX_BLOCK_TOKENS = 128
+_STAGES = {64: 4, _MAX_BLOCK_TOKENS: 3}
+"""Tokens of a block -> stages of its pipeline, as many as fit into shared memory."""
 _MAX_SPLITS, _MIN_STEPS = 40, 4
 _ANY_WARPS = 8
 
@@ -39,11 +42,10 @@ class Projection:
 
 
 def launches(call: Call) -> Iterator[Launch]:
-    (rows, width), names = call["weight"].shape, ("normed", "weight", "lowrank", "inject")
-    args = (call[name] for name in names)
-    yield from project(
-        call, Projection(*args, call.dims["T"], rows, width, call.attrs["hc_count"], call["normed"].dtype)
-    )
+    normed, weight, streams = call["normed"], call["weight"], call.attrs["hc_count"]
+    (tokens, width), rows = normed.shape, weight.shape[0]
+    product = Projection(normed, weight, call["lowrank"], call["inject"], tokens, rows, width, streams, normed.dtype)
+    yield from project(call, product)
 
 
 def product_fits(hidden: int, dtype: torch.dtype) -> bool:
@@ -74,22 +76,24 @@ def _few_tokens(call: Call, p: Projection) -> Launch:
 
 
 def _many_tokens(call: Call, p: Projection) -> Iterator[Launch]:
-    row_tiles, token_blocks = p.padded_rows // TILE_ROWS, -(-p.tokens // _BLOCK_TOKENS)
+    block_tokens = next(count for count in _STAGES if count >= p.tokens or count == _MAX_BLOCK_TOKENS)
+    row_tiles, token_blocks, stages = p.padded_rows // TILE_ROWS, -(-p.tokens // block_tokens), _STAGES[block_tokens]
     groups = -(-row_tiles // _MAX_TILES)
     tiles = -(-row_tiles // groups)
     wanted = max(2 * call.num_sms // groups, 1)  # splits of one block of tokens
     most = max(min(_MAX_SPLITS, -(-p.width // _STEP) // _MIN_STEPS), 1)
     splits = max(min(wanted // token_blocks, most), 1)
     # As much as any smaller step takes, which has more splits of fewer tokens.
-    partial = call.scratch(max(min(most * p.tokens, wanted * _BLOCK_TOKENS), p.tokens * p.streams), p.padded_rows)
+    partial = call.scratch(max(min(most * p.tokens, wanted * _MAX_BLOCK_TOKENS), p.tokens * p.streams), p.padded_rows)
     defines = (("ROWS", p.rows), ("WIDTH", p.width), ("STREAMS", p.streams), ("TILES", tiles))
+    defines += (("BLOCK_TOKENS", block_tokens), ("STAGES", stages))
     source = "hc_project/many_tokens.cu"
     yield Launch(
         Kernel(source, "hc_project_many_tokens", defines),
         grid=(token_blocks, groups, splits),
         threads=_MANY_THREADS,
         args=(p.normed, p.weight, partial, p.tokens),
-        shared_bytes=_STAGES * (_BLOCK_TOKENS + tiles * TILE_ROWS) * _STEP * 2,
+        shared_bytes=stages * (block_tokens + tiles * TILE_ROWS) * _STEP * 2,
     )
     yield Launch(
         Kernel(source, "hc_project_add_splits", defines),

@@ -1,11 +1,11 @@
-// The thin projections for many tokens, as a product of tiles: 64 tokens by TILES * 16 weight rows, and for each such tile
-// a few blocks that share the columns. A second kernel adds these up.
-// ROWS, WIDTH: of the weight; STREAMS; TILES of 16 rows in a block; bf16 only.
+// The thin projections for many tokens, as a product of tiles: BLOCK_TOKENS by TILES * 16 weight rows, and for each
+// such tile a few blocks that share the columns. A second kernel adds these up.
+// ROWS, WIDTH: of the weight; STREAMS; TILES of 16 rows, BLOCK_TOKENS (64 or 128) and STAGES of a block; bf16 only.
 #include "hc_project/outputs.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
-constexpr int BLOCK_TOKENS = 64, BLOCK_ROWS = TILES * 16, TOKEN_TILES = BLOCK_TOKENS / WARPS / 8;
-constexpr int STEP = 64, VECTORS = STEP / 8, STAGES = 4;  // columns a stage, and vectors of 8 in them
+constexpr int BLOCK_ROWS = TILES * 16, TOKEN_TILES = BLOCK_TOKENS / WARPS / 8;
+constexpr int STEP = 64, VECTORS = STEP / 8;  // columns a stage, and vectors of 8 in them
 constexpr int STAGE_ROWS = BLOCK_TOKENS + BLOCK_ROWS;
 constexpr int PADDED_ROWS = ceil_div(ROWS, 16) * 16, STEPS = ceil_div(WIDTH, STEP);
 
@@ -56,12 +56,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 hc_project_many_tokens(const bf16* normed, const bf16* weight, float* partial, int tokens) {
   DYNAMIC_SHARED(uint4, stages);  // [STAGES, STAGE_ROWS, VECTORS]
   const int begin = blockIdx.z * STEPS / gridDim.z, end = (blockIdx.z + 1) * STEPS / gridDim.z;
-  start_next();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s)
     if (begin + s < end)
       copy_rows(stages + s * STAGE_ROWS * VECTORS, normed, weight, begin + s, tokens, BLOCK_TOKENS, STAGE_ROWS);
   wait_for_previous();
+  start_next();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) {
     if (begin + s < end)
@@ -86,7 +86,8 @@ hc_project_many_tokens(const bf16* normed, const bf16* weight, float* partial, i
     for (int j = 0; j < TOKEN_TILES; ++j)
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int64 token = int64(blockIdx.x) * BLOCK_TOKENS + (threadIdx.x / WARP * TOKEN_TILES + j) * 8 + part * 2 + k % 2;
+        const int tile = threadIdx.x / WARP * TOKEN_TILES + j;
+        const int64 token = int64(blockIdx.x) * BLOCK_TOKENS + tile * 8 + part * 2 + k % 2;
         const int row = blockIdx.y * BLOCK_ROWS + i * 16 + group + k / 2 * 8;
         if (token < tokens && row < PADDED_ROWS) to[token * PADDED_ROWS + row] = sums[i][j][k];
       }
@@ -97,8 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 hc_project_add_splits(const float* partial, bf16* lowrank, bf16* inject, int tokens, int splits) {
   const int64 item = int64(blockIdx.x) * THREADS + threadIdx.x, token = item / PADDED_ROWS;
   const int row = item % PADDED_ROWS;
-  start_next();
   wait_for_previous();
+  start_next();
   if (token >= tokens || row >= ROWS) return;
   float sum = 0.f;
 #pragma unroll 8

@@ -28,8 +28,7 @@ def _few_tokens(call: Call) -> Iterator[Launch]:
     tokens, streams, hidden, rank = (call.dims[name] for name in ("T", "HC", "H", "LR"))
     rows = rank + streams
     row_tiles = -(-rows // TILE_ROWS)
-    partial = call.scratch(streams, tokens, row_tiles * TILE_ROWS)
-    normed = call.scratch(tokens, streams * hidden, dtype=call["stack"].dtype)
+    partial, squares = call.scratch(streams, tokens, row_tiles * TILE_ROWS), call.scratch(tokens, streams)
     room = next(count for count in (1, 2, 4, 8) if count >= tokens)
     sizes = (("HIDDEN", hidden), ("STREAMS", streams))
     operands = [call[name] for name in ("stack", "y", "inject", "gain", "weight", "combined")]
@@ -37,15 +36,16 @@ def _few_tokens(call: Call) -> Iterator[Launch]:
         Kernel("hc_read/project.cu", "hc_read_project", (*sizes, ("ROWS", rows), ("TOKENS", room))),
         grid=(row_tiles, streams, 1),
         threads=FEW_WARPS * 32,
-        args=(*operands, normed, partial, F32(call.attrs["eps"]), tokens),
-        shared_bytes=4 * hidden + 4 * FEW_WARPS * TILE_ROWS * TILE_TOKENS + lowrank_bytes(hidden, room),
+        args=(*operands, partial, squares, tokens),
+        shared_bytes=4 * FEW_WARPS * TILE_ROWS * TILE_TOKENS + lowrank_bytes(hidden, room),
     )
+    operands = [call[name] for name in ("gain", "up_weight", "combined", "mixed", "next_inject")]
     yield Launch(
         Kernel("hc_read/mix.cu", "hc_read_mix", (*sizes, ("RANK", rank))),
         grid=(column_blocks(hidden, streams), 1, 1),
         threads=MIX_WARPS * 32,
-        args=(partial, call["up_weight"], normed, call["mixed"], call["next_inject"], tokens),
-        shared_bytes=lowrank_bytes(rank, TILE_TOKENS),
+        args=(partial, squares, *operands, F32(call.attrs["eps"]), tokens),
+        shared_bytes=4 * streams * tokens * rank + lowrank_bytes(rank, TILE_TOKENS),
     )
 
 
@@ -55,7 +55,7 @@ def _parts(call: Call) -> Iterator[Launch]:
     normed, lowrank = call.scratch(*shape, dtype=dtype), call.scratch(tokens, rank, dtype=dtype)
     operands = [call[name] for name in ("stack", "y", "inject", "gain", "combined")]
     args = (*operands, normed, F32(call.attrs["eps"]))
-    yield norm_launch(call, "hc_combine_norm", streams, shape, dtype, args)
+    yield norm_launch("hc_combine_norm", streams, shape, dtype, args)
     tensors = (normed, call["weight"], lowrank, call["next_inject"])
     yield from project(call, Projection(*tensors, tokens, rank + streams, streams * hidden, streams, dtype))
     yield gate_mix(

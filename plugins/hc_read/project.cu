@@ -1,106 +1,109 @@
-// A read's first kernel for up to eight tokens: combine, norm and thin projections of one stream by a tile of 16 weight rows.
-// Each block combines and norms its whole stream, which costs less than a kernel of its own, and stores its share of it.
-// Macros: those of stream_product.cuh, and TOKENS: room for 1, 2, 4 or 8 tokens.
+// A read's first kernel for up to eight tokens: combine and thin projections of one stream by a tile of 16 weight rows.
+// Each block combines its whole stream, which costs less than a kernel of its own, and stores its share of it. The norm
+// is a factor of a stream: it comes after the product, in the second kernel, for which one of a stream's blocks adds up
+// the squares.
+// Macros: those of stream_product.cuh, and TOKENS: room for 1, 2, 4 or 8 tokens, more than half of it taken.
 #include "hc_norm/vectors.cuh"
 #include "hc_project/stream_product.cuh"
 
-constexpr int TOKEN_WARPS = WARPS / TOKENS, TOKEN_THREADS = TOKEN_WARPS * WARP;  // that combine and norm a token
-constexpr int VECTORS = HIDDEN / 8, ITEMS = ceil_div(VECTORS, TOKEN_THREADS);
-constexpr int NORMED_STRIDE = HIDDEN % 64 ? HIDDEN : HIDDEN + 32;  // rows that are read together share no bank
+constexpr int VECTORS = HIDDEN / 8, ITEMS = ceil_div(VECTORS, THREADS);  // of a token, and for a thread
+constexpr int GROUP = TOKENS == 8 ? 4 : TOKENS == 1 ? 1 : 2;             // tokens whose vectors a thread loads at once
+constexpr int SCALED_STRIDE = HIDDEN % 64 ? HIDDEN : HIDDEN + 32;        // rows that are read together share no bank
 
-// `stack + weight * y`, rounded; the squares of what comes out are added to `squares`.
-__device__ __forceinline__ uint4 combine(uint4 stack, uint4 y, float weight, float& squares) {
-  float values[8], update[8];
-  unpack(stack, values), unpack(y, update);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] += weight * update[i];
-  uint4 rounded = pack(values);
-  unpack(rounded, values);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) squares += values[i] * values[i];
-  return rounded;
+__device__ __forceinline__ bool is_real(int token, int tokens) { return token <= TOKENS / 2 || token < tokens; }
+
+__device__ __forceinline__ uint4 combine(uint4 stack, uint4 y, uint32 weight) {
+  return make_uint4(multiply_add_bf16(y.x, weight, stack.x), multiply_add_bf16(y.y, weight, stack.y),
+                    multiply_add_bf16(y.z, weight, stack.z), multiply_add_bf16(y.w, weight, stack.w));
 }
 
-__device__ __forceinline__ uint4 scale_by(uint4 stack, float scale, const float* gain) {
-  float values[8];
-  unpack(stack, values);
-  const float4 low = *reinterpret_cast<const float4*>(gain), high = *reinterpret_cast<const float4*>(gain + 4);
-  const float factors[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+// Combines the vector at `column` for all tokens: stores it, if `stores`, leaves it times its gain in `scaled`
+// `[TOKENS, SCALED_STRIDE]` and adds its squares to `squares`.
+__device__ __forceinline__ void combine_vector(const bf16* stack, const bf16* y, const bf16* inject,
+                                               const float (&gains)[8], bf16* combined, bf16* scaled, int column,
+                                               int tokens, bool stores, float (&squares)[TOKENS]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) values[i] = values[i] * scale * factors[i];
-  return pack(values);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-hc_read_project(const bf16* stack, const bf16* y, const bf16* inject, const float* gain, const bf16* weight, bf16* combined,
-                bf16* normed, float* partial, float eps, int tokens) {
-  DYNAMIC_SHARED(float, shared);
-  float* gains = shared;                                          // [HIDDEN]
-  float* sums = gains + HIDDEN;                                   // [WARPS, TILE_ROWS, TILE_TOKENS]
-  bf16* normed_rows = reinterpret_cast<bf16*>(sums + WARPS * TILE);  // [TOKENS, NORMED_STRIDE]
-  __shared__ float warp_squares[WARPS];
-  const int first_row = blockIdx.x * TILE_ROWS, stream = blockIdx.y;
-  start_next();
-  TileWeights tile;
-  load_weights(tile, weight, first_row, stream);
-  for (int i = threadIdx.x; i < HIDDEN / 4; i += THREADS) copy_async_16(gains + 4 * i, gain + stream * HIDDEN + 4 * i);
-  commit_copies();
-  wait_for_previous();
-
-  const int token = threadIdx.x / TOKEN_THREADS, first = threadIdx.x % TOKEN_THREADS;
-  const int64 row = (int64(token) * STREAMS + stream) * HIDDEN;
-  uint4 values[ITEMS], update[ITEMS];
-  float amount = 0.f, squares = 0.f;
-  if (token < tokens) {
-    amount = to_float(inject[token * STREAMS + stream]);
+  for (int start = 0; start < TOKENS; start += GROUP) {
+    uint4 values[GROUP], update[GROUP];
+    uint32 weights[GROUP];
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-      const int column = (first + i * TOKEN_THREADS) * 8;
-      if (column >= HIDDEN) break;
-      values[i] = __ldcg(reinterpret_cast<const uint4*>(stack + row + column));
-      update[i] = __ldcg(reinterpret_cast<const uint4*>(y + int64(token) * HIDDEN + column));
+    for (int i = 0; i < GROUP; ++i) {
+      const int token = start + i;
+      if (!is_real(token, tokens)) break;
+      values[i] = __ldcg(reinterpret_cast<const uint4*>(stack + token * WIDTH + column));
+      update[i] = __ldcg(reinterpret_cast<const uint4*>(y + token * HIDDEN + column));
+      weights[i] = inject[token * STREAMS].bits;
     }
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-      if ((first + i * TOKEN_THREADS) * 8 < HIDDEN) values[i] = combine(values[i], update[i], amount, squares);
+    for (int i = 0; i < GROUP; ++i) {
+      const int token = start + i;
+      if (!is_real(token, tokens)) break;
+      const uint4 result = combine(values[i], update[i], weights[i] * 0x10001u);
+      float floats[8], products[8];
+      unpack(result, floats);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) products[j] = floats[j] * gains[j], squares[token] += floats[j] * floats[j];
+      *reinterpret_cast<uint4*>(scaled + token * SCALED_STRIDE + column) = pack(products);
+      if (stores) __stcg(reinterpret_cast<uint4*>(combined + token * WIDTH + column), result);
+    }
   }
-  squares = warp_sum(squares);
-  if (threadIdx.x % WARP == 0) warp_squares[threadIdx.x / WARP] = squares;
-  wait_copies<0>();
-  __syncthreads();
-  if (token < tokens) {
-    float sum = 0.f;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+hc_read_project(const bf16* stack, const bf16* y, const bf16* inject, const float* gain, const bf16* weight,
+                bf16* combined, float* partial, float* squares, int tokens) {
+  DYNAMIC_SHARED(float, sums);                                  // [WARPS, TILE_ROWS, TILE_TOKENS]
+  bf16* scaled = reinterpret_cast<bf16*>(sums + WARPS * TILE);  // [TOKENS, SCALED_STRIDE]: combined * gain
+  __shared__ float warp_squares[WARPS * TOKENS];
+  const int first_row = blockIdx.x * TILE_ROWS, stream = blockIdx.y, warp = threadIdx.x / WARP;
+  const bool adds_squares = blockIdx.x == ROW_TILES - 1;
+  float gains[ITEMS][8];
 #pragma unroll
-    for (int i = 0; i < TOKEN_WARPS; ++i) sum += warp_squares[token * TOKEN_WARPS + i];
-    const float scale = rsqrtf(sum / HIDDEN + eps);
+  for (int i = 0; i < ITEMS; ++i) {
+    const int column = (i * THREADS + threadIdx.x) * 8;
+    if (column < HIDDEN) load_gain(gain + stream * HIDDEN + column, gains[i]);
+  }
+  TileWeights tile;
+  load_weights(tile, weight, first_row, stream);
+  stack += stream * HIDDEN, combined += stream * HIDDEN, inject += stream;
+  wait_for_previous();
+  start_next();
+
+  float token_squares[TOKENS] = {};
 #pragma unroll
-    for (int i = 0; i < ITEMS; ++i) {
-      const int vector = first + i * TOKEN_THREADS, column = vector * 8;
-      if (column >= HIDDEN) break;
-      const uint4 result = scale_by(values[i], scale, gains + column);
-      *reinterpret_cast<uint4*>(normed_rows + token * NORMED_STRIDE + column) = result;
-      if (vector % gridDim.x == blockIdx.x) {
-        *reinterpret_cast<uint4*>(combined + row + column) = values[i];
-        *reinterpret_cast<uint4*>(normed + row + column) = result;
-      }
+  for (int i = 0; i < ITEMS; ++i) {
+    const int vector = i * THREADS + threadIdx.x;
+    if ((i + 1) * THREADS > VECTORS && vector >= VECTORS) break;
+    combine_vector(stack, y, inject, gains[i], combined, scaled, vector * 8, tokens, vector % ROW_TILES == blockIdx.x,
+                   token_squares);
+  }
+  if (adds_squares) {
+#pragma unroll
+    for (int token = 0; token < TOKENS; ++token) {
+      const float sum = warp_sum(token_squares[token]);
+      if (threadIdx.x % WARP == 0) warp_squares[token * WARPS + warp] = sum;
     }
   }
   __syncthreads();
 
   uint4 activations[WARP_CHUNKS];
+  // Lanes without a token repeat the last one: what they give to the product is not stored.
+  const bf16* from = scaled + (lane_group() < TOKENS ? lane_group() : TOKENS - 1) * SCALED_STRIDE + first_column();
 #pragma unroll
-  for (int i = 0; i < WARP_CHUNKS; ++i) {
-    activations[i] = make_uint4(0, 0, 0, 0);
-    if (lane_group() < tokens && chunk_column(i) < HIDDEN)
-      activations[i] = *reinterpret_cast<const uint4*>(normed_rows + lane_group() * NORMED_STRIDE + chunk_column(i));
-  }
+  for (int i = 0; i < WARP_CHUNKS; ++i)
+    activations[i] = has_chunk(i) ? *reinterpret_cast<const uint4*>(from + i * WARPS * CHUNK) : make_uint4(0, 0, 0, 0);
   float products[4];
   multiply(tile, activations, products);
-  put_sums(sums + threadIdx.x / WARP * TILE, products);
+  put_sums(sums + warp * TILE, products);
   __syncthreads();
-  for (int i = threadIdx.x; i < TILE; i += THREADS) {
-    const int of = i % TILE_TOKENS;
-    if (of < tokens)
-      partial[(int64(stream) * tokens + of) * PADDED_ROWS + first_row + i / TILE_TOKENS] = add_warps(sums, i);
+  const int token = threadIdx.x % TOKENS, row = threadIdx.x / TOKENS;
+  if (token >= tokens) return;
+  if (row < TILE_ROWS) {
+    partial[(stream * tokens + token) * PADDED_ROWS + first_row + row] = add_warps(sums, row * TILE_TOKENS + token);
+  } else if (row == TILE_ROWS && adds_squares) {
+    float total = 0.f;
+#pragma unroll
+    for (int i = 0; i < WARPS; ++i) total += warp_squares[token * WARPS + i];
+    squares[token * STREAMS + stream] = total;
   }
 }

@@ -132,6 +132,17 @@ __device__ __forceinline__ uint32 e4m3_pair_to_bf16(uint32 codes) {
   return multiply_bf16((codes & 0x00800080u) << 8 | (codes & 0x007f007fu) << 4, 0x7b807b80u);
 }
 
+// a * b + c of two bf16 each, rounded once.
+__device__ __forceinline__ uint32 multiply_add_bf16(uint32 a, uint32 b, uint32 c) {
+#ifdef Q4E_EMULATE
+  return pack_bf16(low_bf16(a) * low_bf16(b) + low_bf16(c), high_bf16(a) * high_bf16(b) + high_bf16(c));
+#else
+  uint32 sum;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+  return sum;
+#endif
+}
+
 // --- reductions -------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -173,7 +184,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 #endif
 }
-__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+__device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 // log(1 + exp(x)), as torch: x itself above 20.
 __device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
@@ -184,6 +195,17 @@ __device__ __forceinline__ void sine_cosine(float angle, float* sine, float* cos
   const float reduced = fmaf(turns, 1.7484555e-7f, fmaf(turns, -6.2831855f, angle));
   *sine = __sinf(reduced);
   *cosine = __cosf(reduced);
+}
+
+// --- registers --------------------------------------------------------------------------------------------------
+
+// `x`, of which the compiler does not see where it comes from: what is made of it in a loop is made there each time, and
+// takes no register outside.
+__device__ __forceinline__ int made_anew(int x) {
+#ifndef Q4E_EMULATE
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
 }
 
 // --- memory -----------------------------------------------------------------------------------------------------
@@ -209,6 +231,13 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
 #endif
 }
 
+// The same for `bytes` in a row, a multiple of 16 from a multiple of 16 on; nothing below SM90.
+__device__ __forceinline__ void prefetch_l2_bytes(const void* from, uint32 bytes) {
+#if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+#endif
+}
+
 // Asynchronous copy of 16 bytes from global to shared memory; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid = true) {
 #ifdef Q4E_EMULATE
@@ -217,6 +246,23 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
   uint32 to = uint32(__cvta_generic_to_shared(shared));
   int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(bytes) : "memory");
+#endif
+}
+// The same of 8 and of 4 bytes.
+__device__ __forceinline__ void copy_async_8(void* shared, const void* global) {
+#ifdef Q4E_EMULATE
+  *static_cast<uint64*>(shared) = *static_cast<const uint64*>(global);
+#else
+  uint32 to = uint32(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(global) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_async_4(void* shared, const void* global) {
+#ifdef Q4E_EMULATE
+  *static_cast<uint32*>(shared) = *static_cast<const uint32*>(global);
+#else
+  uint32 to = uint32(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
 #endif
 }
 __device__ __forceinline__ void commit_copies() {

@@ -1,102 +1,129 @@
-// out[T, N] = x[T, K] weight^T for tiles of TOKENS (16, 32 or 64) tokens that arrange_tokens.cu has put in order.
+// out[T, N] = x[T, K] weight^T for tiles of TOKENS (16, 32 or 64) tokens.
 //
-// A block multiplies ROWS rows with one tile of tokens over a part of K: ROW_WARPS warps side by side, of 32 rows each, and
-// K_WARPS warps that take turns at the steps of K. Weights come to registers DEPTH steps ahead, tokens to shared memory in a ring
-// of STAGES. Tiles of tokens are next to each other in the grid, so that they find the rows in L2. blockIdx.z is the
-// part of K; if there are several, the last block to finish adds up the sums.
+// A block multiplies ROWS rows with one tile of tokens over a part of K: ROW_WARPS warps side by side, of 16 * ROW_TILES rows
+// each, by K_WARPS warps that share the steps of a stage. A warp's next DEPTH steps are on their way to slots of its own;
+// the tokens of the next stage wait in registers until all warps are through with this one's. Tiles of tokens are next to
+// each other in the grid, so that they find the rows in L2. blockIdx.z is the part of K; if there are several, the last
+// block to finish adds up the sums.
 // FORMAT, OUTPUT, SCALES_ROWS: as in few_tokens.cu.
 #include "q4e.cuh"
 #include "weight_product.cuh"
 
-constexpr int ROW_WARPS = 4, ROW_TILES = 2, K_WARPS = 2, THREADS = ROW_WARPS * K_WARPS * WARP;
-constexpr int WARP_ROWS = 16 * ROW_TILES, ROWS = ROW_WARPS * WARP_ROWS, TILES = TOKENS / 8;
-constexpr int STAGES = 3, DEPTH = 2;
-constexpr int GROUP_UNITS = 4 * TOKENS, STEP_UNITS = FORMAT::GROUPS * GROUP_UNITS, STAGE_UNITS = K_WARPS * STEP_UNITS;
-constexpr int SUM_STRIDE = ROWS + 4;
-static_assert(THREADS % ROWS == 0, "a thread finishes one row");
+constexpr int WARPS = 8, THREADS = WARPS * WARP, K_WARPS = WARPS / ROW_WARPS, ROW_TILES = 2, DEPTH = 3;
+constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, TILES = TOKENS / 8, GROUPS = FORMAT::GROUPS;
+constexpr int STRIDE = K_WARPS * FORMAT::STEP, CHUNKS = STRIDE / 8, THREAD_CHUNKS = TOKENS * CHUNKS / THREADS;
+// As in few_tokens.cu.
+constexpr int GROUP_UNITS = 4 * TOKENS + (GROUPS > 1 ? 8 / GROUPS : 0), STEP_UNITS = GROUPS * GROUP_UNITS;
+constexpr int SUM_STRIDE = ROWS + 4, WARP_SLOTS = DEPTH * ROW_TILES;
+static_assert(THREADS % ROWS == 0 && THREADS % CHUNKS == 0 && THREAD_CHUNKS > 0, "a thread has whole chunks, and one row");
 
-using Fragment = FORMAT::Fragment;
-using Rows = FORMAT::Rows;
+// The chunks of 8 columns of `stage` that this thread moves, zeros beyond the tokens and columns.
+__device__ __forceinline__ void load_tokens(uint4 (&chunks)[THREAD_CHUNKS], const bf16* x, int tokens, int columns, int first) {
+  const int k = first + threadIdx.x % CHUNKS * 8;
+#pragma unroll
+  for (int i = 0; i < THREAD_CHUNKS; ++i) {
+    const int token = blockIdx.x * TOKENS + threadIdx.x / CHUNKS + i * (THREADS / CHUNKS);
+    const bool exists = token < tokens && k < columns;
+    chunks[i] = exists ? *reinterpret_cast<const uint4*>(x + int64(token) * columns + k) : make_uint4(0, 0, 0, 0);
+  }
+}
+__device__ __forceinline__ void store_tokens(uint4* staged, const uint4 (&chunks)[THREAD_CHUNKS]) {
+  constexpr int STEP_CHUNKS = FORMAT::STEP / 8;
+  const int chunk = threadIdx.x % CHUNKS, t = chunk % STEP_CHUNKS / GROUPS, group = chunk % GROUPS;
+  uint4* to = staged + chunk / STEP_CHUNKS * STEP_UNITS + group * GROUP_UNITS + threadIdx.x / CHUNKS * 4 + t;
+#pragma unroll
+  for (int i = 0; i < THREAD_CHUNKS; ++i) to[i * (THREADS / CHUNKS) * 4] = FORMAT::arrange(chunks[i]);
+}
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-many_tokens(const uint4* arranged, const void* weight, const void* block_scales, const float* row_scales, OUTPUT* out,
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+many_tokens(const bf16* x, const void* weight, const void* block_scales, const float* row_scales, OUTPUT* out,
             float* partial_sums, uint32* arrivals, int tokens, int rows, int columns, int part_stages) {
-  DYNAMIC_SHARED(uint4, staged);
-  start_next();
+  DYNAMIC_SHARED(uint8, shared);
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const int row_warp = warp % ROW_WARPS, k_warp = warp / ROW_WARPS;
   const int first_token = blockIdx.x * TOKENS, first_row = blockIdx.y * ROWS;
-  const int steps = ceil_div(columns, FORMAT::STEP), first_step = blockIdx.z * part_stages * K_WARPS;
-  const int last_step = min(steps, first_step + part_stages * K_WARPS);
-  const int k = (first_step + k_warp) * FORMAT::STEP + t * 8 * FORMAT::GROUPS;
+  const int first_column = blockIdx.z * part_stages * STRIDE;
+  const int k = first_column + k_warp * FORMAT::STEP + t * 8 * GROUPS;
+  const int stages = min(part_stages, ceil_div(columns - first_column, STRIDE));
 
-  Rows from[ROW_TILES];
+  uint8* slots = shared + warp * WARP_SLOTS * FORMAT::SLOT_BYTES;
+  uint4* staged = reinterpret_cast<uint4*>(shared + WARPS * WARP_SLOTS * FORMAT::SLOT_BYTES);
+  FORMAT::Rows from[ROW_TILES];
 #pragma unroll
   for (int i = 0; i < ROW_TILES; ++i) {
-    const int row = first_row + row_warp * WARP_ROWS + 16 * i + g;
+    const int row = first_row + (row_warp * ROW_TILES + i) * 16 + g;
     from[i] = FORMAT::locate(weight, block_scales, columns, min(row, rows - 1), min(row + 8, rows - 1), k);
   }
-  Fragment fragments[DEPTH][ROW_TILES];
-  auto load = [&](int stage, Fragment (&to)[ROW_TILES]) {
-    const int offset = stage * K_WARPS * FORMAT::STEP;
+  auto copy_weight = [&](int stage) {
+    const bool exists = stage < stages && k + stage * STRIDE < columns;
 #pragma unroll
-    for (int i = 0; i < ROW_TILES; ++i) to[i] = FORMAT::load(from[i], offset, stage < part_stages && k + offset < columns);
-  };
-#pragma unroll
-  for (int i = 0; i < DEPTH; ++i) load(i, fragments[i]);
-
-  // A stage is K_WARPS steps in a row. Steps beyond the part's are zeros: fragments of them are zero as well.
-  const uint4* tile = arranged + (int64(blockIdx.x) * steps + first_step) * STEP_UNITS + threadIdx.x;
-  auto copy_stage = [&](int stage) {
-    const uint4* source = tile + int64(stage) * STAGE_UNITS;
-    uint4* target = staged + stage % STAGES * STAGE_UNITS + threadIdx.x;
-    const int units = (last_step - first_step - stage * K_WARPS) * STEP_UNITS - int(threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < STAGE_UNITS; i += THREADS)
-      if (i + THREADS <= STAGE_UNITS || i + threadIdx.x < STAGE_UNITS) copy_async_16(target + i, source + i, i < units);
+    for (int i = 0; i < ROW_TILES; ++i) {
+      uint8* slot = slots + (stage % DEPTH * ROW_TILES + i) * FORMAT::SLOT_BYTES;
+      FORMAT::copy<2>(slot, from[i], stage * STRIDE, exists);
+    }
     commit_copies();
   };
+#pragma unroll
+  for (int i = 0; i < DEPTH; ++i) copy_weight(i);
+
+  start_next();
   wait_for_previous();
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; ++stage) copy_stage(stage);
+  uint4 chunks[THREAD_CHUNKS];
+  load_tokens(chunks, x, tokens, columns, first_column);
   float sums[ROW_TILES][TILES][4] = {};
-  for (int first = 0; first < part_stages; first += DEPTH) {
+  for (int stage = 0; stage < stages; ++stage) {
+    if (stage > 0) __syncthreads();
+    store_tokens(staged, chunks);
+    __syncthreads();
+    if (stage + 1 < stages) load_tokens(chunks, x, tokens, columns, first_column + (stage + 1) * STRIDE);
+    wait_copies<DEPTH - 1>();
+    __syncwarp();
+    FORMAT::Fragment fragments[ROW_TILES];
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) {
-      const int stage = first + i;
-      wait_copies<STAGES - 2>();
-      __syncthreads();
-      copy_stage(stage + STAGES - 1);
-      const uint4* x = staged + stage % STAGES * STAGE_UNITS + k_warp * STEP_UNITS + lane;
-      multiply_step<FORMAT, ROW_TILES, TILES, 1>(fragments[i], x, GROUP_UNITS, WARP, sums);
-      load(stage + DEPTH, fragments[i]);
-    }
+    for (int i = 0; i < ROW_TILES; ++i)
+      fragments[i] = FORMAT::read<2>(slots + (stage % DEPTH * ROW_TILES + i) * FORMAT::SLOT_BYTES);
+    __syncwarp();
+    copy_weight(stage + DEPTH);
+    multiply_step<FORMAT, ROW_TILES, TILES, 1>(fragments, staged + k_warp * STEP_UNITS + lane, GROUP_UNITS, WARP, sums);
   }
 
   // The sums of the K_WARPS warps meet in shared memory, [k_warp, token, row].
   wait_copies<0>();
   __syncthreads();
-  float* totals = reinterpret_cast<float*>(staged);
+  float* totals = reinterpret_cast<float*>(shared);
 #pragma unroll
   for (int i = 0; i < ROW_TILES * TILES * 4; ++i) {
     const int row_tile = i / (4 * TILES), token = i / 4 % TILES * 8 + 2 * t + i % 2;
-    const int row = row_warp * WARP_ROWS + row_tile * 16 + i % 4 / 2 * 8 + g;
+    const int row = (row_warp * ROW_TILES + row_tile) * 16 + i % 4 / 2 * 8 + g;
     totals[(k_warp * TOKENS + token) * SUM_STRIDE + row] = sums[row_tile][i / 4 % TILES][i % 4];
   }
   __syncthreads();
-  const int place = threadIdx.x % ROWS, row = first_row + place;
-  const int end = min(TOKENS, tokens - first_token);
+  // A thread finishes OUTPUTS tokens of one row. Reads of all of them are under way at once.
+  constexpr int OUTPUTS = TOKENS * ROWS / THREADS;
+  const int place = threadIdx.x % ROWS, row = first_row + place, first = threadIdx.x / ROWS;
   const Result<FORMAT, OUTPUT, SCALES_ROWS> result = {out, row_scales, rows};
   const PartialSums partial = {partial_sums, tokens, rows, int(gridDim.z)};
   const float scale = result.scale(row);
-  for (int token = threadIdx.x / ROWS; token < end && row < rows; token += THREADS / ROWS) {
-    float sum = 0.f;
+  auto exists = [&](int i) { return first_token + first + i * (THREADS / ROWS) < tokens && row < rows; };
+  auto token = [&](int i) { return first_token + first + i * (THREADS / ROWS); };
+  float outputs[OUTPUTS] = {};
 #pragma unroll
-    for (int i = 0; i < K_WARPS; ++i) sum += totals[(i * TOKENS + token) * SUM_STRIDE + place];
-    if (gridDim.z == 1) result.store(first_token + token, row, sum, scale);
-    else *partial.at(blockIdx.z, first_token + token, row) = sum;
+  for (int i = 0; i < OUTPUTS; ++i) {
+#pragma unroll
+    for (int j = 0; j < K_WARPS; ++j) outputs[i] += totals[(j * TOKENS + first + i * (THREADS / ROWS)) * SUM_STRIDE + place];
+    if (gridDim.z > 1 && exists(i)) *partial.at(blockIdx.z, token(i), row) = outputs[i];
   }
-  if (gridDim.z == 1 || !is_last_block(arrivals + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z)) return;
-  for (int token = threadIdx.x / ROWS; token < end && row < rows; token += THREADS / ROWS)
-    result.store(first_token + token, row, partial.total(first_token + token, row), scale);
+  if (gridDim.z > 1) {
+    if (!is_last_block(arrivals + blockIdx.y * gridDim.x + blockIdx.x, gridDim.z)) return;
+#pragma unroll
+    for (int i = 0; i < OUTPUTS; ++i) outputs[i] = 0.f;
+    for (int part = 0; part < partial.parts; ++part) {
+#pragma unroll
+      for (int i = 0; i < OUTPUTS; ++i)
+        if (exists(i)) outputs[i] += __ldcg(partial.at(part, token(i), row));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < OUTPUTS; ++i)
+    if (exists(i)) result.store(token(i), row, outputs[i], scale);
 }

@@ -20,4 +20,4 @@ def _sample_projections(dtype: torch.dtype, generator: torch.Generator, experts:
     }
 
 
-CASES = moe_cases(H, _sample_projections)
+CASES = moe_cases(H, _sample_projections, every_expert=True)

@@ -1,69 +1,25 @@
-// Gate and dilated convolution of the n-gram embedding, one block a stream of a token and a thread for VECTOR columns.
-// STREAMS, HIDDEN: of the stack; TAPS, DILATION: of the convolution; RING: rows of the state; BLOCK * VECTOR >= HIDDEN;
-// ACTIVATION: bf16 or float.
+// Gate and dilated convolution of the n-gram embedding.
 //
-// The N of a token is its value times one number and the gain. So a block computes that number for its own token and for
-// those of this step that the convolution looks back at; older ones are in the state.
+// ple_gate: one number for each stream of a token makes G of its value, another N, up to the gain. ple_conv: G and the
+// convolution, a thread for CONV_VECTOR columns of a token. So what the convolution looks back at in this step is computed
+// from values; what is older is in the state.
+//
+// STREAMS, HIDDEN: of the stack; TAPS, DILATION: of the convolution; RING: rows of the state; GATE_BLOCK * VECTOR >=
+// HIDDEN; ACTIVATION: bf16 or float.
 #include "q4e.cuh"
 #include "vector.cuh"
 
-constexpr int WIDTH = STREAMS * HIDDEN, HISTORY = (TAPS - 1) * DILATION, WARPS = BLOCK / WARP;
+constexpr int WIDTH = STREAMS * HIDDEN, HISTORY = (TAPS - 1) * DILATION, WARPS = GATE_BLOCK / WARP;
+constexpr int CONV_BLOCK = 128, COLUMN_BLOCKS = ceil_div(WIDTH, CONV_BLOCK * CONV_VECTOR);
 constexpr int SPARE = RING - HISTORY;  // new tokens of a sequence that replace nothing that this step reads
 constexpr float GATE_FLOOR = 1e-6f;
 
-using Values = Vector<ACTIVATION, VECTOR>;
-
-struct Operands {
-  Values query, key, value;  // of one token and stream; the query is the stack
-};
-
-__device__ __forceinline__ Operands load_operands(const ACTIVATION* stack, const ACTIVATION* key,
-                                                  const ACTIVATION* value, int token, int first, int column) {
-  const int64 place = int64(token) * WIDTH + first;
-  return {load_vector<VECTOR>(stack + place), load_vector<VECTOR>(key + place),
-          load_vector<VECTOR>(value + int64(token) * HIDDEN + column)};
-}
-
-// What the gate is made of: sums of squares of query, key and value, and of query * key * both gains.
-__device__ __forceinline__ float4 partial_sums(const Operands& operands, const float (&gains)[VECTOR], bool is_mine) {
-  float4 sums = {0.f, 0.f, 0.f, 0.f};
-  if (!is_mine) return sums;
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) {
-    const float query = to_float(operands.query.items[i]), key = to_float(operands.key.items[i]);
-    const float value = to_float(operands.value.items[i]);
-    sums.x += query * query, sums.y += key * key, sums.z += value * value, sums.w += query * key * gains[i];
-  }
-  return sums;
-}
-
-// The first `count` of `sums`, each over the block.
-__device__ __forceinline__ void block_sums(float4 (&sums)[TAPS], int count) {
-  __shared__ float4 partial[TAPS][WARPS];
-#pragma unroll
-  for (int j = 0; j < TAPS; ++j) {
-    if (j >= count) break;
-    const float4 sum = {warp_sum(sums[j].x), warp_sum(sums[j].y), warp_sum(sums[j].z), warp_sum(sums[j].w)};
-    if (threadIdx.x % WARP == 0) partial[j][threadIdx.x / WARP] = sum;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int j = 0; j < TAPS; ++j) {
-    if (j >= count) break;
-    sums[j] = partial[j][0];
-#pragma unroll
-    for (int warp = 1; warp < WARPS; ++warp) {
-      const float4 part = partial[j][warp];
-      sums[j].x += part.x, sums[j].y += part.y, sums[j].z += part.z, sums[j].w += part.w;
-    }
-  }
-}
-
-struct Gate {
+struct __align__(8) Gate {
   float gate;   // G = gate * value
   float scale;  // N = scale * value * gain
 };
 
+// From the sums of squares of query, key and value, and of query * key * both gains.
 __device__ __forceinline__ Gate gate_of(const float4& sums, float eps) {
   const float norms = rsqrtf(sums.x / HIDDEN + eps) * rsqrtf(sums.y / HIDDEN + eps);
   const float score = sums.w * norms * rsqrtf(float(HIDDEN));
@@ -72,87 +28,112 @@ __device__ __forceinline__ Gate gate_of(const float4& sums, float eps) {
   return {gate, gate * rsqrtf(gate * gate * sums.z / HIDDEN + eps)};
 }
 
+// A block goes over tokens of one stream. The query is the stack.
+extern "C" __global__ void __launch_bounds__(GATE_BLOCK)
+ple_gate(const ACTIVATION* stack, const ACTIVATION* key, const ACTIVATION* value, const float* key_gain,
+         const float* query_gain, Gate* gates, uint32* counters, int num_counters, int num_tokens, float eps) {
+  __shared__ float4 partial[2][WARPS];  // by turns: a token's may still be read when the next one's are written
+  const int stream = blockIdx.x % STREAMS;
+  // Threads behind the last column load it once more, and do not add it.
+  const bool is_mine = threadIdx.x * VECTOR < HIDDEN;
+  const int column = is_mine ? threadIdx.x * VECTOR : HIDDEN - VECTOR, first = stream * HIDDEN + column;
+  const auto key_gains = load_vector<VECTOR>(key_gain + first), query_gains = load_vector<VECTOR>(query_gain + first);
+  wait_for_previous();
+  start_next();  // not before: so all that was written before this kernel is there when the next one starts
+  for (int i = blockIdx.x * GATE_BLOCK + threadIdx.x; i < num_counters; i += gridDim.x * GATE_BLOCK) counters[i] = 0;
+  int turn = 0;
+  for (int token = blockIdx.x / STREAMS; token < num_tokens; token += gridDim.x / STREAMS, turn ^= 1) {
+    const auto queries = load_vector<VECTOR>(stack + int64(token) * WIDTH + first);
+    const auto keys = load_vector<VECTOR>(key + int64(token) * WIDTH + first);
+    const auto values = load_vector<VECTOR>(value + int64(token) * HIDDEN + column);
+    float4 sums = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      const float q = to_float(queries.items[i]), k = to_float(keys.items[i]), v = to_float(values.items[i]);
+      sums.x += q * q, sums.y += k * k, sums.z += v * v;
+      sums.w += q * k * (key_gains.items[i] * query_gains.items[i]);
+    }
+    if (!is_mine) sums = {0.f, 0.f, 0.f, 0.f};
+    sums = {warp_sum(sums.x), warp_sum(sums.y), warp_sum(sums.z), warp_sum(sums.w)};
+    if (threadIdx.x % WARP == 0) partial[turn][threadIdx.x / WARP] = sums;
+    __syncthreads();
+    if (threadIdx.x > 0) continue;
+    for (int warp = 1; warp < WARPS; ++warp) {
+      const float4 part = partial[turn][warp];
+      sums.x += part.x, sums.y += part.y, sums.z += part.z, sums.w += part.w;
+    }
+    gates[int64(token) * STREAMS + stream] = gate_of(sums, eps);
+  }
+}
+
 __device__ __forceinline__ float normed(ACTIVATION value, float scale, float gain) {
   return round_to<ACTIVATION>(to_float(value) * scale * gain);
 }
 
-__device__ __forceinline__ void store_normed(ACTIVATION* row, const Values& values, float scale,
-                                             const Vector<float, VECTOR>& gains) {
-  float stored[VECTOR];
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) stored[i] = normed(values.items[i], scale, gains.items[i]);
-  store_vector(row, stored);
-}
-
-extern "C" __global__ void __launch_bounds__(BLOCK)
-ple_conv(const ACTIVATION* stack, const ACTIVATION* key, const ACTIVATION* value, const float* key_gain,
-         const float* query_gain, const float* conv_gain, const ACTIVATION* conv_weight, ACTIVATION* ple_conv_state,
-         const int* query_start_loc, const int* seq_lens, const int* slot_ids, const int* num_seqs, ACTIVATION* out,
-         float* scales, uint32* counters, int batch, float eps) {
-  const int stream = blockIdx.x % STREAMS, token = blockIdx.x / STREAMS;
-  // Threads behind the last column load it once more, and neither add nor store anything.
-  const bool is_mine = threadIdx.x * VECTOR < HIDDEN;
-  const int column = is_mine ? threadIdx.x * VECTOR : HIDDEN - VECTOR, first = stream * HIDDEN + column;
-  const auto key_gains = load_vector<VECTOR>(key_gain + first), query_gains = load_vector<VECTOR>(query_gain + first);
-  const auto conv_gains = load_vector<VECTOR>(conv_gain + first);
-  const auto weights = load_vector<VECTOR * TAPS>(conv_weight + int64(first) * TAPS);
-  float gains[VECTOR];
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) gains[i] = key_gains.items[i] * query_gains.items[i];
-
-  wait_for_previous();
+// A block goes over tokens of the same columns. What is read in front of the wait was written before ple_gate began.
+extern "C" __global__ void __launch_bounds__(CONV_BLOCK, CONV_BLOCKS_AN_SM)
+ple_conv(const ACTIVATION* stack, const ACTIVATION* value, const float* conv_gain, const ACTIVATION* conv_weight,
+         ACTIVATION* ple_conv_state, const int* query_start_loc, const int* seq_lens, const int* slot_ids,
+         const int* num_seqs, const Gate* gates, uint32* counters, ACTIVATION* out, int num_tokens, int batch) {
+  const int column_block = blockIdx.x % COLUMN_BLOCKS, place_in_row = (column_block * CONV_BLOCK + threadIdx.x) * CONV_VECTOR;
+  const bool is_mine = place_in_row < WIDTH;
+  const int first = is_mine ? place_in_row : WIDTH - CONV_VECTOR, stream = first / HIDDEN, column = first % HIDDEN;
+  const auto gains = load_vector<CONV_VECTOR>(conv_gain + first);
+  const auto weights = load_vector<CONV_VECTOR * TAPS>(conv_weight + int64(first) * TAPS);
   start_next();
-  const Operands own = load_operands(stack, key, value, token, first, column);
-  const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch);
-  if (place.sequence < 0) return;
-  ACTIVATION* ring = ple_conv_state + int64(slot_ids[place.sequence]) * RING * WIDTH + first;
-  const int length = seq_lens[place.sequence] - place.context;
-  const int in_step = min(TAPS, (place.position - place.context) / DILATION + 1);
-  Values taps[TAPS] = {own.value};  // newest first: the value of a token of this step, the N of an older one
-  float4 sums[TAPS] = {partial_sums(own, gains, is_mine)};
+  for (int token = blockIdx.x / COLUMN_BLOCKS; token < num_tokens; token += gridDim.x / COLUMN_BLOCKS) {
+    const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch);
+    if (place.sequence < 0) break;  // of padding, and so is what follows
+    const int offset = place.position - place.context, length = seq_lens[place.sequence] - place.context;
+    ACTIVATION* ring = ple_conv_state + int64(slot_ids[place.sequence]) * RING * WIDTH + first;
+    const auto stacked = load_vector<CONV_VECTOR>(stack + int64(token) * WIDTH + first);
+    Vector<ACTIVATION, CONV_VECTOR> taps[TAPS];  // newest first: the value of a token of this step, the N of an older one
 #pragma unroll
-  for (int j = 1; j < TAPS; ++j) {
-    if (j < in_step) {
-      const Operands earlier = load_operands(stack, key, value, token - j * DILATION, first, column);
-      taps[j] = earlier.value, sums[j] = partial_sums(earlier, gains, is_mine);
-    } else if (place.position >= j * DILATION) {
-      taps[j] = load_vector<VECTOR>(ring + int64((place.position - j * DILATION) % RING) * WIDTH);
-    } else {
-      taps[j] = {};
+    for (int j = 0; j < TAPS; ++j) {
+      const int age = j * DILATION;
+      if (age <= offset)
+        taps[j] = load_vector<CONV_VECTOR>(value + int64(token - age) * HIDDEN + column);
+      else if (age <= place.position)
+        taps[j] = load_vector<CONV_VECTOR>(ring + int64((place.position - age) % RING) * WIDTH);
+      else
+        taps[j] = {};
+    }
+    wait_for_previous();
+    const Gate* gate = gates + int64(token) * STREAMS + stream;
+    float convolved[CONV_VECTOR] = {}, newest[CONV_VECTOR], result[CONV_VECTOR];
+#pragma unroll
+    for (int j = 0; j < TAPS; ++j) {
+      const bool is_new = j * DILATION <= offset;
+      const float scale = is_new ? gate[-int64(j) * DILATION * STREAMS].scale : 0.f;
+#pragma unroll
+      for (int i = 0; i < CONV_VECTOR; ++i) {
+        const ACTIVATION tap = taps[j].items[i];
+        const float n = is_new ? normed(tap, scale, gains.items[i]) : to_float(tap);
+        convolved[i] += to_float(weights.items[i * TAPS + TAPS - 1 - j]) * n;
+        if (j == 0) newest[i] = n;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < CONV_VECTOR; ++i)
+      result[i] = to_float(stacked.items[i]) + gate->gate * to_float(taps[0].items[i]) + silu(convolved[i]);
+    if (is_mine) store_vector(out + int64(token) * WIDTH + first, result);
+    if (length <= SPARE) {
+      if (is_mine) store_vector(ring + int64(place.position % RING) * WIDTH, newest);
+      continue;
+    }
+    // Blocks of the first tokens may still read rows that this sequence replaces: the last of them stores all rows.
+    if (offset >= HISTORY) continue;
+    uint32* counter = counters + place.sequence * COLUMN_BLOCKS + column_block;
+    if (!is_last_block(counter, min(length, HISTORY)) || !is_mine) continue;
+    const int last = place.context + length - 1;
+    for (int position = last; position > last - min(length, RING); --position) {
+      const int other = token + position - place.position;
+      const auto values = load_vector<CONV_VECTOR>(value + int64(other) * HIDDEN + column);
+      const float scale = gates[int64(other) * STREAMS + stream].scale;
+#pragma unroll
+      for (int i = 0; i < CONV_VECTOR; ++i) newest[i] = normed(values.items[i], scale, gains.items[i]);
+      store_vector(ring + int64(position % RING) * WIDTH, newest);
     }
   }
-  block_sums(sums, in_step);
-
-  const Gate gate = gate_of(sums[0], eps);
-  float convolved[VECTOR] = {};
-#pragma unroll
-  for (int j = 0; j < TAPS; ++j) {
-    const float scale = j == 0 ? gate.scale : j < in_step ? gate_of(sums[j], eps).scale : 0.f;
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) {
-      const ACTIVATION tap = taps[j].items[i];
-      const float n = j < in_step ? normed(tap, scale, conv_gains.items[i]) : to_float(tap);
-      convolved[i] += to_float(weights.items[i * TAPS + TAPS - 1 - j]) * n;
-    }
-  }
-  float result[VECTOR];
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i)
-    result[i] = to_float(own.query.items[i]) + gate.gate * to_float(own.value.items[i]) + silu(convolved[i]);
-  if (is_mine) store_vector(out + int64(token) * WIDTH + first, result);
-
-  if (length <= SPARE) {
-    if (is_mine) store_normed(ring + int64(place.position % RING) * WIDTH, own.value, gate.scale, conv_gains);
-    return;
-  }
-  // Other blocks of the sequence may still read what this one would replace: the last of them stores for all.
-  if (threadIdx.x == 0) scales[blockIdx.x] = gate.scale;
-  if (!is_last_block(counters + place.sequence * STREAMS + stream, length) || !is_mine) return;
-  const int last = place.context + length - 1;
-  for (int position = last; position > last - min(length, RING); --position) {
-    const int other = token + position - place.position;
-    const auto values = load_vector<VECTOR>(value + int64(other) * HIDDEN + column);
-    const float scale = __ldcg(scales + int64(other) * STREAMS + stream);
-    store_normed(ring + int64(position % RING) * WIDTH, values, scale, conv_gains);
-  }
+  wait_for_previous();
 }

@@ -9,8 +9,8 @@ from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch
 
 TILE = 8
 """Tokens of one sequence that a block hashes at once: all of a decoding one."""
-MOST_TILES = 64
-"""Blocks of a sequence; a longer one makes them go round."""
+BLOCKS_AN_SM = 4
+"""Of all sequences together. A sequence has as many blocks as any other; a longer one makes them go round."""
 
 
 def launches(call: Call) -> Iterator[Launch]:
@@ -29,7 +29,7 @@ def launches(call: Call) -> Iterator[Launch]:
     batch = ("query_start_loc", "seq_lens", "slot_ids", "num_seqs")
     yield Launch(
         Kernel("ple_hash/kernel.cu", "ple_hash", defines),
-        grid=(min(-(-tokens // tile), MOST_TILES), sequences + 1, 1),
+        grid=(min(-(-tokens // tile), max(1, BLOCKS_AN_SM * call.num_sms // (sequences + 1))), sequences + 1, 1),
         threads=threads,
         args=(
             *(call[name] for name in (*operands, *batch, "rows")),

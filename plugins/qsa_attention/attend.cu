@@ -2,7 +2,8 @@
 // tokens, on tensor cores. Keys and values go from the cache to registers in the layout that the products want, with no
 // shared memory between; only scores pass through it. A warp computes the scores of 8 of a tile's 32 tokens for all
 // heads, and then 64 columns of the output over all tokens.
-// Macros: HEAD_DIM (a multiple of 8), HQ, HKV, RATIO, PAGE, CACHE: bf16 or e4m3, IS_SPLIT: whether `merge` follows.
+// Macros: HEAD_DIM (a multiple of 8), HQ, HKV, RATIO, PAGE, CACHE: bf16 or e4m3, IS_SPLIT: whether `merge`
+// follows, PREFETCH: whether rows of tiles ahead are brought into L2.
 #include "qsa_attention/selection.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP, HEADS = 16;
@@ -80,22 +81,28 @@ struct Tile {
   }
 };
 
+// Brings the rows of a tile into L2, two tiles ahead of their use: one warp the keys, one the values, a lane an entry.
+__device__ __forceinline__ void prefetch_tile(const CACHE* cache, int row) {
+  constexpr int BYTES = HEAD_DIM * sizeof(CACHE);
+  const int warp = threadIdx.x / WARP;
+  if (!PREFETCH || BYTES % 16 || row < 0 || warp > 1) return;
+  prefetch_l2_bytes(cache + int64(row + warp * PAGE) * (HKV * HEAD_DIM), BYTES);
+}
+
 // Scores of head rows g and g + 8 against tokens 2t, 2t + 1 of the warp's eight, as `mma_16x8x16` lays them out.
 __device__ __forceinline__ void score(float scores[4], const uint4 (*q)[Q_STRIDE], const Chunk<CACHE> keys[CHUNKS]) {
   const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-  float odd[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) scores[i] = 0.f;
+  float sums[4][4] = {};  // four chains of products
 #pragma unroll
   for (int j = 0; j < CHUNKS; ++j) {  // both sides agree on which columns a lane has; their order is no matter to a sum
     const uint4 upper = q[g][4 * j + t], lower = q[g + 8][4 * j + t];
     const uint32 a0[4] = {upper.x, lower.x, upper.y, lower.y}, a1[4] = {upper.z, lower.z, upper.w, lower.w};
     const uint32 b0[2] = {keys[j].columns(0), keys[j].columns(1)}, b1[2] = {keys[j].columns(2), keys[j].columns(3)};
-    mma_16x8x16(scores, a0, b0);
-    mma_16x8x16(odd, a1, b1);
+    mma_16x8x16(sums[j % 2], a0, b0);
+    mma_16x8x16(sums[j % 2 + 2], a1, b1);
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) scores[i] += odd[i];
+  for (int i = 0; i < 4; ++i) scores[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
 }
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -232,6 +239,8 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
   TileWalk walk(selected_groups + int64(token) * num_groups, num_groups, blockIdx.y, gridDim.y);
   const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size);
   walk.start(place, block_table, max_blocks);
+  prefetch_tile(cache, walk.now.row());
+  prefetch_tile(cache, walk.next.row());
   Tile tile;
   const bool is_new = __any_sync(FULL_MASK, walk.now.token >= place.context);
   if (!is_new) tile.load_keys(cache, walk.now.row()), tile.load_values(cache, walk.now.row());
@@ -254,6 +263,7 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
       *reinterpret_cast<float2*>(&scores[buffer][g + 8 * half][column]) = {
           even ? tile_scores[2 * half] * score_scale : negative_infinity(),
           odd ? tile_scores[2 * half + 1] * score_scale : negative_infinity()};
+    prefetch_tile(cache, walk.prefetch.row());
     walk.advance();
     has_tile = walk.has_tile();
     if (has_tile) tile.load_keys(cache, walk.now.row());

@@ -11,7 +11,7 @@ from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.kernels import F32, Call, Kernel, Launch, c_type
 
 THREADS = 128
-MERGE_THREADS = 512
+MERGE_SLICES = 16
 MERGE_AHEAD = 9
 """Splits of which a thread of the merge has all loads under way together."""
 TILE = 32
@@ -19,7 +19,11 @@ TILE = 32
 MAX_HEADS = 16
 """Query heads of a key head that a block takes."""
 MAX_HEAD_DIM = 512
-BLOCKS_PER_SM = 2
+SLAB = 64
+"""Output columns that a block of the merge has."""
+PREFETCH = 1
+"""Whether the rows of the tiles ahead are brought into L2."""
+BLOCKS_PER_SM = 3
 """Splits are as many as give each multiprocessor so many blocks: fewer leave it idle, more have more to merge."""
 
 
@@ -42,7 +46,7 @@ def launches(call: Call) -> Iterator[Launch]:
     parts = min(call.num_sms * BLOCKS_PER_SM // blocks_per_row, tokens * -(-entries // TILE))
     parts = max(parts, tokens) if is_float else parts
     q = call.scratch(tokens, num_heads, head_dim, dtype=qkv.dtype)
-    part_width = -(-head_dim // 64) * 64
+    part_width = -(-head_dim // SLAB) * SLAB
     partial_out, partial_sums = call.scratch(parts, num_heads, part_width), call.scratch(parts, num_heads, 2)
 
     batch = (call["query_start_loc"], call["seq_lens"], call["block_table"], call["num_seqs"])
@@ -61,7 +65,9 @@ def launches(call: Call) -> Iterator[Launch]:
         ),
     )
     is_split = is_float or splits > 1
-    name, variant = ("attend_float", ()) if is_float else ("attend", (("IS_SPLIT", int(is_split)),))
+    name, variant = (
+        ("attend_float", ()) if is_float else ("attend", (("IS_SPLIT", int(is_split)), ("PREFETCH", PREFETCH)))
+    )
     gates_and_out = ((), ()) if is_float else ((qkv,), (call["out"],))
     yield Launch(
         Kernel(f"qsa_attention/{name}.cu", name, (*heads, *in_cache, ("RATIO", ratio), *variant)),
@@ -74,15 +80,14 @@ def launches(call: Call) -> Iterator[Launch]:
     )
     if not is_split:
         return
-    quarters = part_width // 4
-    slices = min(-(-splits // MERGE_AHEAD), MERGE_THREADS // quarters)
+    slices = min(-(-splits // MERGE_AHEAD), MERGE_SLICES)
     batch = (call["query_start_loc"], call["num_seqs"])
     yield Launch(
         Kernel("qsa_attention/merge.cu", "merge", (*heads, *types)),
-        grid=(tokens * num_heads, 1, 1),
-        threads=-(-max(slices * quarters, head_dim) // 32) * 32,
+        grid=(tokens * num_heads * (part_width // SLAB), 1, 1),
+        threads=max(SLAB, -(-slices * SLAB // 4 // 32) * 32),
         args=(partial_out, partial_sums, qkv, *batch, call["out"], splits, slices),
-        shared_bytes=4 * (slices * part_width + splits),
+        shared_bytes=4 * (slices * SLAB + splits),
     )
 
 

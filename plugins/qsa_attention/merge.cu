@@ -1,10 +1,10 @@
-// Joins the splits of one query head and applies the output gate, one block a head of a row. Threads of a slice have
+// Joins the splits of one query head and applies the output gate; a block has 64 columns of it. Threads of a slice have
 // four places of a part each; slices share the splits.
-// Macros: HEAD_DIM (a multiple of 4), HQ, HKV, ACTIVATION: bf16 or float.
+// Macros: HEAD_DIM, HQ, HKV, ACTIVATION: bf16 or float.
 #include "qsa_attention/parts.cuh"
 
-constexpr int MAX_THREADS = 512;
-constexpr int QUARTERS = PART_WIDTH / 4;  // float4 of a part
+constexpr int MAX_THREADS = 256;
+constexpr int QUARTERS = SLAB / 4;        // float4 of a part
 constexpr int AHEAD = 9, SUMS_AHEAD = 4;  // loads of a thread that are under way together
 
 __device__ __forceinline__ void load_parts(float4 parts[AHEAD], const float4* from, int split, int num_splits,
@@ -12,7 +12,7 @@ __device__ __forceinline__ void load_parts(float4 parts[AHEAD], const float4* fr
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) {
     const int at = split + i * slices;
-    parts[i] = at < num_splits ? __ldcg(from + int64(at) * QUARTERS) : make_float4(0.f, 0.f, 0.f, 0.f);
+    parts[i] = at < num_splits ? __ldcg(from + int64(at) * (PART_WIDTH / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }
 
@@ -21,19 +21,22 @@ merge(const float* partial_out, const float2* partial_sums, const ACTIVATION* qk
       const int* num_seqs, ACTIVATION* out, int num_splits, int slices) {
   DYNAMIC_SHARED(float4, sums);                                          // of the slices
   float* weights = reinterpret_cast<float*>(sums + slices * QUARTERS);  // of the splits
-  const int token = blockIdx.x / HQ, head = blockIdx.x % HQ, lane = threadIdx.x % WARP;
+  const int slab = blockIdx.x % (PART_WIDTH / SLAB), lane = threadIdx.x % WARP;
+  const int64 row_head = blockIdx.x / (PART_WIDTH / SLAB);
+  const int token = int(row_head / HQ), head = int(row_head % HQ);
   const int quarter = threadIdx.x % QUARTERS, slice = threadIdx.x / QUARTERS;
   const bool is_real = token < query_start_loc[*num_seqs];
-  const bool has_column = threadIdx.x < HEAD_DIM;  // column threadIdx.x of the output; there is a thread for each
+  const int column = slab * SLAB + threadIdx.x;  // of the output
+  const bool has_column = threadIdx.x < SLAB && column < HEAD_DIM;
   const ACTIVATION* gates = qkv + (int64(token) * (2 * HQ + 2 * HKV) + 2 * head + 1) * HEAD_DIM;
-  const float gate = has_column ? to_float(gates[threadIdx.x]) : 0.f;
+  const float gate = has_column ? to_float(gates[column]) : 0.f;
   wait_for_previous();
   start_next();
   if (!is_real) return;
 
-  const float2* pairs = partial_sums + int64(blockIdx.x) * num_splits;
+  const float2* pairs = partial_sums + row_head * num_splits;
   const float4* from =
-      reinterpret_cast<const float4*>(partial_out) + int64(blockIdx.x) * num_splits * QUARTERS + quarter;
+      reinterpret_cast<const float4*>(partial_out + row_head * num_splits * PART_WIDTH + slab * SLAB) + quarter;
   float4 parts[AHEAD];
   if (slice < slices) load_parts(parts, from, slice, num_splits, slices);
   // Every warp finds the maximum and the sum for itself; the sum first in units of the lane's own maximum.
@@ -81,7 +84,7 @@ merge(const float* partial_out, const float2* partial_sums, const ACTIVATION* qk
   const float* places = reinterpret_cast<const float*>(sums) + part_place(threadIdx.x);
   float value = 0.f;
 #pragma unroll 4
-  for (int other = 0; other < slices; ++other) value += places[other * PART_WIDTH];
+  for (int other = 0; other < slices; ++other) value += places[other * SLAB];
   const float gated = sum > 0.f ? __fdividef(value, sum * (1.f + __expf(-gate))) : 0.f;
-  out[int64(blockIdx.x) * HEAD_DIM + threadIdx.x] = from_float<ACTIVATION>(gated);
+  out[row_head * HEAD_DIM + column] = from_float<ACTIVATION>(gated);
 }

@@ -2,7 +2,9 @@
 #pragma once
 #include "q4e.cuh"
 
-// A part has its columns in the order in which tensor cores leave them: in each 64, column 8 n + i is at 8 i + n.
-constexpr int PART_WIDTH = ceil_div(HEAD_DIM, 64) * 64;
+// A part has its columns in the order in which tensor cores leave them: in each slab, column 8 n + i is at 8 i + n.
+constexpr int SLAB = 64, PART_WIDTH = ceil_div(HEAD_DIM, SLAB) * SLAB;
 
-__device__ __forceinline__ int part_place(int column) { return column / 64 * 64 + column % 8 * 8 + column % 64 / 8; }
+__device__ __forceinline__ int part_place(int column) {
+  return column / SLAB * SLAB + column % 8 * 8 + column % SLAB / 8;
+}

@@ -160,7 +160,7 @@ def break_a_norm(program: Program) -> int:
 def test_verify_finds_a_broken_pass(
     checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compile_module, "make_pipeline", lambda quantization: (break_a_norm,))
+    monkeypatch.setattr(compile_module, "make_pipeline", lambda *args: (break_a_norm,))
     argv = [checkpoint, "-o", tmp_path / "bundle", *FLOAT32]
     assert main([str(arg) for arg in argv]) == 0, "nothing else finds it"
     shutil.rmtree(tmp_path / "bundle")

@@ -49,7 +49,7 @@ def test_polygraphy_shows_module_paths(decoder: Path) -> None:
 
 
 def test_polygraphy_cuts_a_submodel(decoder: Path, tmp_path: Path) -> None:
-    source, tensor = "layers.0.mlp_hyper_connection.hc_mix", "layers.0.mlp.moe"
+    source, tensor = "layers.0.mlp_hyper_connection.hc_read.mixed", "layers.0.mlp.moe"
     part = tmp_path / "part.onnx"
     ends = ("--inputs", f"{source}:auto:auto", "--outputs", f"{tensor}:auto")
     polygraphy("surgeon", "extract", str(decoder), "-o", str(part), *ends)

@@ -47,7 +47,7 @@ def request_for(checkpoint: Formats, batch: int, max_seq_len: int) -> PlanReques
             [
                 (ON_DISK, FP8_KV),
                 (ON_DISK, "--max-batch-size 6"),
-                (ON_DISK, "--max-seq-len 203776"),
+                (ON_DISK, "--max-seq-len 203456"),
                 (NVFP4_PLE, "--max-batch-size 2"),
                 (NVFP4_PLE, "--max-seq-len 61760"),
             ],
@@ -57,7 +57,7 @@ def request_for(checkpoint: Formats, batch: int, max_seq_len: int) -> PlanReques
             {},
             4096,
             262_144,
-            [(ON_DISK, NVFP4_BODY, "--max-batch-size 7"), (NVFP4_PLE, NVFP4_BODY, "--max-batch-size 2")],
+            [(ON_DISK, NVFP4_BODY, "--max-batch-size 6"), (NVFP4_PLE, NVFP4_BODY, "--max-batch-size 2")],
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_message() -> None:
     assert describe_misfit(plan) == (
         "precision checkpoint needs 171.60 GiB (169.43 GiB of it weights), 57.60 GiB more than the 114.00 GiB that are "
         "usable on a GB10; it fits with --ple-residency disk and --precision nvfp4, or with --ple nvfp4 and "
-        "--precision nvfp4 (--ple-residency is for plans: the runtime of this version keeps the table on the device)"
+        "--precision nvfp4"
     )
 
 

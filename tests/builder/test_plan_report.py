@@ -40,7 +40,7 @@ def test_options_and_formats() -> None:
     formats = [line.split()[-1] for line in text.splitlines() if line.startswith("  linear attention ")]
     assert formats == ["bfloat16", "nvfp4"]
     assert rows["n-gram table"].split(maxsplit=4) == ["0", "B", "2.56", "kB", "fp8, 47.68 GiB on disk"]
-    assert rows["n-gram rows"].split(maxsplit=2) == ["5.00", "MiB", "of one step, from disk"]
+    assert rows["n-gram rows"].split(maxsplit=2) == ["74.00", "MiB", "from disk: of one step, and the last ones read"]
     assert rows["draft_rows"].split() == ["9.11", "MiB", "0", "B"]
     on_device = plan_rows(format_plan(make_plan(replace(on_disk, ple_residency=PleResidency.DEVICE))))
     assert on_device["n-gram table"].split() == ["47.68", "GiB", "2.56", "kB", "fp8"]

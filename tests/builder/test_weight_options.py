@@ -34,8 +34,6 @@ BAD_OPTIONS: dict[str, str] = {
     "--calibration TEXT": "--calibration is given with --precision checkpoint; give a text for --precision nvfp4-w4a4",
     "--calibration TEXT --precision nvfp4": "--calibration is given with --precision nvfp4; give a text",
     "--precision nvfp4-w4a4 --calibration TEXT --config-only": "for which --config-only has no weights",
-    "--ple-residency disk": "--ple-residency disk is for --plan: the runtime of this version keeps the n-gram table on",
-    "--ple-residency host": "--ple-residency host is for --plan",
     "--keep layers.9.*": "--keep 'layers.9.*' matches no weight; the pattern is for names such as lm_head.weight, l",
     "--keep lm_head.* --keep LM_HEAD.*": "--keep 'LM_HEAD.*' matches no weight",
     "--weights-dir OUTPUT --precision nvfp4": "bundle, which a build replaces; choose a folder beside it with",
@@ -173,7 +171,7 @@ def test_a_w4a4_build_prints_every_step(
     assert "routed experts  2  0.01 M  float -> nvfp4 (converted)" in rows
     names = [line[:20].strip() for line in steps.splitlines()]
     assert names == ["converted weights", "convert", "load", "calibrate", "export", "passes", "lower", "write"]
-    precision = "nvfp4-w4a4, n-gram table nvfp4, activations float32, KV cache float8_e4m3fn"
+    precision = "nvfp4-w4a4, n-gram table nvfp4 on device, activations float32, KV cache float8_e4m3fn"
     assert f"precision             {precision}\n" in report
     manifest = Manifest.load(tmp_path / "bundle")
     assert manifest.calibration is not None

@@ -29,7 +29,7 @@ from qwen4exp_trt.passes.verification import Verifier, batch_samples, initial_st
 from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program, is_getitem
 from qwen4exp_trt.runtime.program_text import op_name
-from qwen4exp_trt.runtime.specs import extent_of
+from qwen4exp_trt.runtime.specs import PleResidency, extent_of
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 BLOCK_SIZE = 16
@@ -73,10 +73,12 @@ def test_every_pass_keeps_the_function_of_a_tiny_model(name: str) -> None:
     config, program = tiny_config(name), tiny_program(name)
     after, results = PassManager(make_pipeline(Quantization()), verifier_for(config, program)).run(program)
     assert [result.name for result in results] == [graph_pass.name for graph_pass in make_pipeline(Quantization())]
-    # Half layers each end in a combine; the n-gram embedding reads the one before its layer, if there is one.
-    combines = 2 * config.num_hidden_layers - sum(layer > 0 for layer in config.ple_layers)
-    assert ops_of(after)["q4e.hc_combine_norm"] == combines
-    assert ops_of(after)["q4e.hc_project"] == 2 * config.num_hidden_layers
+    # The reads of half layers, each behind a combine but the first, and those that the n-gram embedding's sum precedes.
+    alone = len({0, *config.ple_layers})
+    ops = ops_of(after)
+    assert ops["q4e.hc_read"] == 2 * config.num_hidden_layers - alone
+    assert ops["q4e.hc_norm"] == ops["q4e.hc_project"] == alone
+    assert (ops["q4e.hc_combine_norm"], ops["q4e.hc_gate_mix"]) == (1, alone + 1)  # the final mixer's, and theirs
 
 
 QUANTIZED = (r"\.(in_proj_qkv|in_proj_z|out_proj)\.", r"\.self_attn\.[qkvo]_proj\.", r"\.ple\..*_proj\.", r"^lm_head\.")
@@ -98,6 +100,34 @@ MIXED = {
     r"\.k_proj\.": WeightFormat.FP8,
     TABLE: WeightFormat.NVFP4,
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [
+        ("two n-gram embeddings", WeightFormat.FLOAT),
+        ("all mechanisms", WeightFormat.FP8),
+        ("all mechanisms", WeightFormat.NVFP4),
+    ],
+)
+def test_a_table_that_is_looked_up_is_no_weight(name: str, table: WeightFormat) -> None:
+    """Bitwise the same outputs; what the hash and the gather read is not in the program."""
+    config, program = tiny_config(name), tiny_program(name)
+    tables = [name for name in expected_weights(config) if re.search(TABLE, name)]
+    formats = {} if table is WeightFormat.FLOAT else dict.fromkeys(tables, table)
+    scales = dict.fromkeys(tables, 2)
+    source = quantized_source(program.weights, formats, scales)
+    verifier = Verifier(verifier_for(config, program).samples, source)
+    *others, look_up, drop_dead_code = make_pipeline(Quantization(formats, scales), PleResidency.DISK)
+    before, _ = PassManager(others).run(program)
+    after, (result, _) = PassManager([look_up, drop_dead_code], verifier).run(before)
+    assert (result.name, result.rewrites, result.max_error) == ("look_up_ngram_rows", len(config.ple_layers), 0)
+    assert not [op for op in ops_of(after) if "hash" in op or "gather" in op]
+    assert [spec.name for spec in after.inputs if "." in spec.name] == [
+        f"layers.{layer}.ple.ngram_embeddings" for layer in config.ple_layers
+    ]
+    kept = [spec.name for spec in (*after.weights, *after.states) if ".ple." in spec.name]
+    assert not [name for name in kept if "ple_embedding" in name or "ngram_ids" in name]
 
 
 @pytest.mark.parametrize(
@@ -144,9 +174,10 @@ def test_a_second_run_of_the_pipeline_changes_nothing() -> None:
     assert [result.rewrites for result in results] == [0] * len(make_pipeline(Quantization()))
 
 
-def test_every_requirement_is_ensured_by_an_earlier_pass() -> None:
+@pytest.mark.parametrize("residency", PleResidency)
+def test_every_requirement_is_ensured_by_an_earlier_pass(residency: PleResidency) -> None:
     known: set[str] = set()
-    for graph_pass in make_pipeline(Quantization()):
+    for graph_pass in make_pipeline(Quantization(), residency):
         assert graph_pass.requires <= known, f"{graph_pass.name} requires {graph_pass.requires - known}"
         known |= graph_pass.ensures
 
@@ -154,7 +185,7 @@ def test_every_requirement_is_ensured_by_an_earlier_pass() -> None:
 def test_every_pass_file_is_in_the_pipeline_and_has_a_test() -> None:
     files = [module.name for module in pkgutil.iter_modules(passes.__path__)]
     found = {name for name in files if hasattr(import_module(f"{passes.__name__}.{name}"), name)}
-    assert found == {graph_pass.name for graph_pass in make_pipeline(Quantization())}
+    assert found == {graph_pass.name for graph_pass in make_pipeline(Quantization(), PleResidency.DISK)}
     tests = Path(__file__).parent
     assert [name for name in found if not (tests / f"test_{name}.py").is_file()] == []
 
@@ -233,12 +264,13 @@ RELEASED_OPS = {
     "aten.cat": 1,  # the streams of the first layer
     "aten.index_select": 3,  # stack, block output and inject of the rows whose logits are wanted
     "q4e.hc_norm": 2,  # the first layer's, and the one behind the n-gram embedding
-    "q4e.hc_combine_norm": 95,  # 96 half layers less the combine that the n-gram embedding reads
-    "q4e.hc_project": 96,
-    "q4e.hc_mix": 97,
-    # qkvz, ba and out in 36 layers; qkv, index_qk and o in 12; the up projection of 97 mixers; the n-gram embedding's
-    # key and value; the final mixer's down projection, which has no inject to merge with; the head.
-    "aten.linear": 3 * 36 + 3 * 12 + 97 + 2 + 1 + 1,
+    "q4e.hc_read": 94,  # of 96 half layers, less those two
+    "q4e.hc_project": 2,
+    "q4e.hc_combine_norm": 1,  # the final mixer's
+    "q4e.hc_gate_mix": 3,
+    # qkvz, ba and out in 36 layers; qkv, index_qk and o in 12; the n-gram embedding's key and value; the final mixer's
+    # down projection, which has no inject to merge with; the head.
+    "aten.linear": 3 * 36 + 3 * 12 + 2 + 1 + 1,
     "aten.div.Tensor": 1,
     "aten.silu": 1,
     "q4e.causal_conv1d": 36,

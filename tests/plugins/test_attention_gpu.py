@@ -113,7 +113,8 @@ def test_captured_calls_follow_the_device() -> None:
     for given in (long, short):
         cache = given.pop("kv_cache")
         static["kv_cache"][: len(cache)] = cache
-        static["block_table"].fill_(-1)[:, : given["block_table"].shape[1]] = given.pop("block_table")
+        table = given.pop("block_table")
+        static["block_table"].fill_(-1)[:, : table.shape[1]] = table
         for name, value in given.items():
             if isinstance(value, Tensor):
                 static[name].copy_(value)

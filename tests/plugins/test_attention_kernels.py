@@ -32,35 +32,30 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("num_sms", [1, 3, 8, 64])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, FP8])
-def test_any_number_of_splits(num_sms: int, cache_dtype: torch.dtype) -> None:
-    check(attention_operands(SMALL, [3, 1], [199, 30], generator(), cache_dtype=cache_dtype), num_sms)
+def test_any_number_of_splits(cache_dtype: torch.dtype) -> None:
+    for num_sms in (1, 5, 64):
+        check(attention_operands(SMALL, [2, 1], [115, 30], generator(), cache_dtype=cache_dtype), num_sms)
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8])
-def test_any_number_of_splits_in_float32(cache_dtype: torch.dtype) -> None:
+def test_any_number_of_splits_in_float32() -> None:
     for num_sms in (1, 64):
-        operands = attention_operands(SMALL, [3, 1], [149, 30], generator(), torch.float32, cache_dtype)
-        check(operands, num_sms)
+        check(attention_operands(SMALL, [2, 1], [99, 30], generator(), torch.float32, torch.float32), num_sms)
 
 
 ODD = {
-    "released heads": Attention(budget=32),
-    "one key head": Attention(heads=3, kv_heads=1, head_dim=128, half=16, section=(6, 5, 5), budget=16),
+    "released heads": Attention(budget=28),
+    "one key head, groups of three": Attention(3, 1, 128, half=16, section=(6, 5, 5), budget=36, ratio=3, page=12),
     "more heads than a tile": Attention(heads=40, kv_heads=2, head_dim=32, half=4, section=(2, 1, 1), budget=24),
     "wide heads": Attention(heads=2, kv_heads=1, head_dim=328, half=40, section=(14, 13, 13), budget=16),
     "narrow heads": Attention(heads=4, kv_heads=4, head_dim=8, half=4, section=(2, 1, 1), budget=24, page=16),
-    "groups of three": Attention(4, 2, head_dim=32, half=8, section=(3, 3, 2), budget=36, ratio=3, page=12),
     "dense": Attention(heads=6, kv_heads=2, head_dim=64, half=8, section=(3, 3, 2), ratio=0, page=16),
 }
 
 
 @pytest.mark.parametrize("attention", ODD.values(), ids=ODD.keys())
 def test_odd_sizes(attention: Attention) -> None:
-    operands = attention_operands(attention, [1, 2], [77, 3], generator(), padding_seqs=1, padding_rows=1)
-    for num_sms in (1, 16):
-        check({**operands, "kv_cache": operands["kv_cache"].clone()}, num_sms)
+    check(attention_operands(attention, [1, 2], [69, 3], generator(), padding_seqs=1, padding_rows=1), num_sms=12)
 
 
 def plan_of(operands: dict[str, Any], num_sms: int, **shapes: list[int]) -> Plan:

@@ -20,9 +20,9 @@ SIZES = {
     "qkvz": (16384, 2560),
     "out": (2560, 6144),
     "bar": (2560, 10240),
-    "odd": (1007, 2592),  # rows of no whole tile, the last step of K not whole
+    "odd": (1007, 2688),  # rows of no whole tile, warps with fewer steps of K than others
     "one-row": (1, 320),
-    "small": (45, 2576),  # 16 elements more than whole pieces of 16 bytes
+    "small": (45, 2576),  # columns that the tensor cores cannot take
 }
 
 

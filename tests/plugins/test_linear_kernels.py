@@ -11,7 +11,7 @@ from op_checks import equal_bits, rms_error
 
 from qwen4exp_trt.plugins.compile import compile_kernel
 from qwen4exp_trt.plugins.kernels import MAX_SHARED_BYTES, Plan
-from qwen4exp_trt.plugins.linear_launch import Split, split_columns
+from qwen4exp_trt.plugins.linear_launch import NVFP4, Split, split_product
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.plugins.sample_batches import normal, sample_fp8, sample_nvfp4
 
@@ -45,10 +45,10 @@ def plan(op: str, tokens: int, rows: int, columns: int, num_sms: int) -> Plan:
 @pytest.mark.parametrize(
     "tokens,rows,columns,num_sms",
     [
-        (1, 50, 1056, 4),  # columns of a step that is not whole
+        (1, 50, 1152, 4),  # warps with fewer steps than others
         (3, 33, 1024, 24),  # K in parts, a tile of one row
-        (8, 100, 544, 1),  # several tiles for a block
-        (9, 37, 544, 4),
+        (8, 100, 640, 1),  # several tiles for a block
+        (9, 37, 640, 4),
         (17, 130, 256, 2),  # two blocks of rows, an odd number of tokens
         (70, 40, 512, 8),  # two tiles of tokens, K in parts
     ],
@@ -66,7 +66,7 @@ def test_products_equal_float32(op: str, tokens: int, rows: int, columns: int, n
 def test_a_token_that_is_not_finite_stays_alone() -> None:
     spec = all_specs()["nvfp4_linear"]
     for tokens in (3, 12):
-        args = operands("nvfp4_linear", tokens, 40, 96)
+        args = operands("nvfp4_linear", tokens, 40, 128)
         (clean,) = run_emulated(spec, args)
         args[0][1, 5] = torch.nan
         (got,) = run_emulated(spec, args)
@@ -75,15 +75,12 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
         assert equal_bits(clean[keep], got[keep])
 
 
-def test_columns_are_split_so_that_all_multiprocessors_work() -> None:
-    assert split_columns(16384, 2560, 128, 132) == Split(1, 1, 5)
-    assert split_columns(248320, 2560, 128, 48) == Split(1, 1, 5)
-    assert split_columns(2560, 6144, 128, 132) == Split(4, 1, 3)
-    assert split_columns(2560, 10240, 128, 132) == Split(4, 1, 5)
-    for columns in (32, 96, 1056, 6144, 10240, 65536):
-        for rows in (1, 100, 2560, 9000):
-            split = split_columns(rows, columns, 128, 48)
-            assert split.parts * split.segments * split.steps * 4 * 128 >= columns
+def test_products_are_split_so_that_all_multiprocessors_work() -> None:
+    assert split_product(1, 16384, 2560, NVFP4, 132) == Split(1, 1, 5)
+    assert split_product(1, 248320, 2560, NVFP4, 48) == Split(1, 1, 5)
+    assert split_product(1, 2560, 6144, NVFP4, 132) == Split(1, 1, 6, k_warps=8, halves=1)
+    assert split_product(8, 2560, 10240, NVFP4, 132) is not None
+    assert split_product(8, 9000, 10240, NVFP4, 132) is None  # too many columns for one part, too many rows for several
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -104,8 +101,8 @@ def test_kernels_fit(op: str, arch: str) -> None:
     num_sms = {"sm_121a": 48, "sm_90": 132, "sm_80": 108}[arch]
     launches = {
         launch.kernel: launch
-        for rows, columns in RELEASED[:3]
-        for tokens in (1, 8, 16, 32, 64)
+        for rows, columns in (*RELEASED[:1], RELEASED[2], RELEASED[4])
+        for tokens in (1, 2, 4, 8, 16, 32, 64)
         for launch in plan(op, tokens, rows, columns, num_sms).launches
     }
     for launch in launches.values():

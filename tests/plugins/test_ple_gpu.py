@@ -14,6 +14,7 @@ from qwen4exp_trt.plugins.number_formats import e4m3_from_float, quantize_nvfp4
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.plugins.sample_batches import gain, normal, sample_batch
 from qwen4exp_trt.plugins.spec import OpSpec
+from qwen4exp_trt.runtime.host_memory import map_into_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -142,7 +143,7 @@ def test_states_after_a_thousand_steps() -> None:
 
 
 def table_operands(table_format: str, num_rows: int, device: str) -> tuple[str, dict[str, Any]]:
-    """The op and its table: on the ``device``, or pinned in the host's memory."""
+    """The op and its table: on the ``device``, or in the host's memory but for the scales of its shards."""
     generator = torch.Generator().manual_seed(1)
     values, scales = normal(generator, num_rows, ROW), torch.rand(8, generator=generator) + 0.1
     op, tensors = {
@@ -150,8 +151,8 @@ def table_operands(table_format: str, num_rows: int, device: str) -> tuple[str, 
         "fp8": lambda: ("fp8_ple_gather", {"table": e4m3_from_float(values), "scales": scales}),
         "nvfp4": lambda: ("nvfp4_ple_gather", _nvfp4_table(values, scales)),
     }[table_format]()
-    place = (lambda t: t.view(torch.uint8).pin_memory().view(t.dtype)) if device == "host" else (lambda t: t.cuda())
-    return op, {name: place(tensor) for name, tensor in tensors.items()}
+    is_mapped = {name: device == "host" and name != "scales" for name in tensors}
+    return op, {name: map_into_gpu(t, name) if is_mapped[name] else t.cuda() for name, t in tensors.items()}
 
 
 def _nvfp4_table(values: Tensor, scales: Tensor) -> dict[str, Tensor]:

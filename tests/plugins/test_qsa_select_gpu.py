@@ -10,9 +10,11 @@ import torch
 from qsa_batches import exact_scores, exact_selection, normals, quarters, select_operands
 from torch import Tensor
 
-from qwen4exp_trt.plugins.qsa_select import SPEC, launch
+from qwen4exp_trt.plugins.qsa_select import launch
+from qwen4exp_trt.plugins.registry import all_specs
 
 pytestmark = pytest.mark.gpu
+SPEC = all_specs()["qsa_select"]
 LONGEST = 262_144
 
 

@@ -104,7 +104,12 @@ def test_help_names_every_flag_and_default(capsys: Capture) -> None:
     text = " ".join(capsys.readouterr().out.split())
     for flag in ("--backend", "--device", "--checkpoint", "--max-tokens", "--seed", "--stop", "--top-k", "--chat"):
         assert flag in text
-    for default in ("(default: eager)", "(default: cpu)", "(default: 128)", "generation_config.json"):
+    for default in (
+        "(default: eager)",
+        "(default: cpu, and cuda for an engine)",
+        "(default: 128)",
+        "generation_config.json",
+    ):
         assert default in text
 
 
@@ -137,7 +142,7 @@ def test_prompt(tiny_bundle: Path, capsys: Capture, prompt: str, message: str) -
         (["--device", "cuda:99"], "device 'cuda:99': th"),
         (["--device", "nonsense"], "device 'nonsense' cannot execute in this version; use 'cpu', 'cuda' or 'cuda:N'"),
         (["--device", "meta"], "device 'meta' cannot execute in this version"),
-        (["--backend", "tensorrt"], "argument --backend: invalid choice: 'tensorrt'"),
+        (["--backend", "nonsense"], "argument --backend: invalid choice: 'nonsense'"),
         (["--max-tokens", "many"], "argument --max-tokens: invalid int value: 'many'; see qwen4exp-generate --help"),
         (["--unknown"], "unrecognized arguments: --unknown"),
         (["--no-thinking"], "--system and --no-thinking need --chat"),

@@ -29,6 +29,8 @@ def make_manifest(folder: Path) -> Manifest:
         config={"hidden_size": 32},
         precision="nvfp4-w4a4",
         ple_precision="nvfp4",
+        ple_residency="host",
+        host_weights=["layers.1.ple.ngram_embedding.codes"],
         activation_dtype="bfloat16",
         kv_cache_dtype="float8_e4m3fn",
         weights=[{"component": "lm_head", "stored": "float", "held": "nvfp4", "remark": "converted"}],
@@ -88,9 +90,9 @@ def test_damaged_json(tmp_path: Path, text: str) -> None:
 
 WRONG_VALUES = {
     None: {"target", "backend", "checkpoint", "converted", "calibration"},
-    "text": {"precision", "ple_precision", "activation_dtype", "kv_cache_dtype", "target", "backend"},
+    "text": {"precision", "ple_precision", "ple_residency", "activation_dtype", "kv_cache_dtype", "target", "backend"},
     1.5: set(),
-    ("x",): {"weights", "passes", "kernel_targets"},
+    ("x",): {"weights", "passes", "kernel_targets", "host_weights"},
 }
 """A value -> the fields that may have it."""
 

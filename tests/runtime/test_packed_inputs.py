@@ -8,6 +8,9 @@ from qwen4exp_trt.frontend.export import input_specs
 from qwen4exp_trt.plugins.sample_batches import sample_batch
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_shape
+from qwen4exp_trt.runtime.sampler import SAMPLING_INPUTS, SampleRequest, TokenHistory, sampling_operands
+from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.specs import TensorSpec
 
 LIMITS = EngineLimits(max_batch_size=6, max_seq_len=64, prefill_chunk=32, block_size=8)
 
@@ -57,7 +60,7 @@ def test_packed_inputs_are_padded(query_lens: tuple[int, ...]) -> None:
     shape = captured_shape(inputs, LIMITS)
     assert shape is not None
     layout = InputLayout(input_specs(), shape)
-    buffer = torch.full((layout.size,), 12345, dtype=torch.int32)
+    buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
     layout.pack(inputs, buffer)
     views = layout.views(buffer)
     padding = {"query_start_loc": sum(query_lens), "block_table": -1}
@@ -65,13 +68,13 @@ def test_packed_inputs_are_padded(query_lens: tuple[int, ...]) -> None:
         expected = torch.full_like(views[name], padding.get(name, 0))
         expected[tuple(slice(extent) for extent in value.shape)] = value
         assert torch.equal(views[name], expected), name
-        assert views[name].data_ptr() % 4 == 0 and views[name].storage_offset() % 64 == 0
+        assert views[name].storage_offset() * views[name].itemsize % 256 == 0
 
 
 def test_a_buffer_of_the_steps_own_shape_holds_it_as_it_is() -> None:
     inputs = step(3, 9)
     layout = InputLayout(input_specs(), StepShape.of(inputs))
-    buffer = torch.empty(layout.size, dtype=torch.int32)
+    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
     layout.pack(inputs, buffer)
     assert all(torch.equal(view, inputs[name]) for name, view in layout.views(buffer).items())
 
@@ -81,3 +84,28 @@ def test_padding_alone_counts_no_sequence() -> None:
     views = layout.views(layout.padding())
     assert not any(view.any() for name, view in views.items() if name != "block_table")
     assert (views["block_table"] == -1).all()
+
+
+def test_inputs_of_other_dtypes() -> None:
+    """What a captured step samples by: rows that nobody asked for are greedy."""
+    requests = [SampleRequest(SamplingParams(temperature=0.5, top_k=7, seed=-3), TokenHistory([1]), -3)]
+    layout = InputLayout((*input_specs(), *SAMPLING_INPUTS), StepShape(2, 2, 2, 8))
+    buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
+    layout.pack({**step(1), **sampling_operands(requests)}, buffer)
+    views = layout.views(buffer)
+    assert views["temperatures"].tolist() == [0.5, 0]
+    assert views["top_k"].tolist() == [7, 0]
+    assert views["seeds"].tolist() == [-3, 0]
+
+
+def test_inputs_of_16_bits_are_packed_with_the_others() -> None:
+    """Rows of a table, whose padding is zero."""
+    specs = (*input_specs(), TensorSpec("rows", ("T", 6), "bfloat16"))
+    inputs = step(2, 1, 1) | {"rows": torch.randn(4, 6).bfloat16()}
+    shape = captured_shape(step(2, 2, 2, 2), LIMITS)
+    assert shape is not None
+    layout = InputLayout(specs, shape)
+    buffer = torch.full((layout.num_bytes,), 123, dtype=torch.uint8)
+    layout.pack(inputs, buffer)
+    rows = layout.views(buffer)["rows"]
+    assert rows.shape == (8, 6) and torch.equal(rows[:4], inputs["rows"]) and not rows[4:].any()

@@ -17,7 +17,7 @@ from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_
 def padded(backend: EagerBackend, inputs: Mapping[str, Tensor], shape: StepShape) -> dict[str, Tensor]:
     """``inputs`` as a graph of ``shape`` gets them."""
     layout = InputLayout(backend.program.inputs, shape)
-    buffer = torch.full((layout.size,), 12345, dtype=torch.int32)
+    buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
     layout.pack(inputs, buffer)
     return layout.views(buffer)
 

@@ -62,6 +62,22 @@ def test_generates_what_the_program_does(trt: SimulatedTensorRT, bundle: Path) -
     assert_idle(llm)
 
 
+def test_rows_of_a_table_on_disk_are_bound_like_any_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "checkpoint")
+    bundle = build(checkpoint, tmp_path / "bundle", activation_dtype="bfloat16", ple_residency="disk")
+    trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), bundle)
+    verify(verify_args(bundle, tolerance=1e-6), trt)
+    assert "the engine agrees with the program" in capsys.readouterr().out
+    prompts, params = [ids([5, 6, 7]), ids([9])], SamplingParams(temperature=0, max_tokens=9)
+    llm = LLM(bundle)
+    expected = [generated(output) for output in llm.generate(prompts, params)]
+    loaded = llm.core.backend
+    assert isinstance(loaded, EagerBackend) and loaded.rows is not None
+    llm.core.backend = engine_backend(trt, bundle, loaded)
+    llm.core.backend.rows = loaded.rows
+    assert [generated(output) for output in llm.generate(prompts, params)] == expected
+
+
 def test_verify_prints_every_step(trt: SimulatedTensorRT, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verify(verify_args(bundle, tolerance=1e-6), trt)
     lines = capsys.readouterr().out.splitlines()

@@ -1,0 +1,62 @@
+"""The gated delta rule with gates, norms and states at the released sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from kernel_timing import Timing, chained, cold
+
+HK, HV, K, V, DRAFT_ROWS = 16, 48, 128, 128, 8
+CONV_WIDTH, VALUE_WIDTH = 2 * HK * K + HV * V, HV * V
+DRAFT_WIDTH = CONV_WIDTH - HK * K + 2 * HV
+CONTEXT = 1000
+LAYERS = 36
+
+
+def measure() -> Iterator[Timing]:
+    for sequences, rows in ((1, 1), (8, 1), (32, 1), (128, 1), (1, 4), (8, 4), (1, 8), (8, 8)):
+        work = partial(torch.ops.q4e.gated_delta_rule, *_operands(sequences, rows))
+        yield cold(f"gated_delta_rule B={sequences} T={rows}", work, _num_bytes(sequences, rows))
+    for pending in (3, 7):
+        work = partial(torch.ops.q4e.gated_delta_rule, *_operands(1, 1, pending))
+        replayed = 2 * pending * DRAFT_WIDTH
+        yield cold(f"gated_delta_rule B=1 T=1, {pending} rows replayed", work, _num_bytes(1, 1) + replayed)
+    works = [partial(torch.ops.q4e.gated_delta_rule, *_operands(1, 1)) for _ in range(LAYERS)]
+    yield chained(f"gated_delta_rule B=1 T=1, {LAYERS} layers", works, _num_bytes(1, 1))
+
+
+def _num_bytes(sequences: int, rows: int) -> int:
+    """Read: states, inputs. Written: states, outputs, rows that may be taken back."""
+    states = 2 * 4 * sequences * HV * K * V
+    rows_bytes = 2 * sequences * rows * (CONV_WIDTH + 2 * VALUE_WIDTH + 2 * HV)
+    return states + rows_bytes + 2 * sequences * (rows - 1) * DRAFT_WIDTH
+
+
+def _operands(sequences: int, rows: int, pending: int = 0) -> list[object]:
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    tokens = sequences * rows
+    metadata = (
+        torch.tensor([[CONTEXT - pending, 0]] * sequences),
+        rows * torch.arange(sequences + 1),
+        torch.full((sequences,), CONTEXT + rows),
+        torch.arange(sequences),
+        torch.tensor([sequences]),
+    )
+    return [
+        normal(tokens, CONV_WIDTH),
+        normal(tokens, CONV_WIDTH + VALUE_WIDTH),
+        normal(tokens, 2 * HV),
+        normal(HV),
+        normal(HV),
+        normal(V),
+        torch.randn(sequences, HV, K, V, device="cuda"),
+        normal(sequences, 2 * DRAFT_ROWS, DRAFT_WIDTH),
+        *(value.int().cuda() for value in metadata),
+        HK,
+        1e-6,
+        "sigmoid",
+    ]
