@@ -1,6 +1,6 @@
 // The COUNT groups of the highest scores of each row, ties to the lower group, in ascending order: a block for each
-// row. Macros: RATIO (tokens of a group), COUNT (groups to select), BLOCK_THREADS, SCORED (0 if no row can see more than
-// COUNT groups, and nothing scored them).
+// row. Macros: RATIO (tokens of a group), COUNT (groups to select), BLOCK_THREADS, SCORED (0 if no row can see more
+// than COUNT groups, and nothing scored them).
 //
 // Scores are bits of floats that are not negative, in the order of their values. The lowest one that is selected is
 // found in two searches, each of which counts scores in bins and goes on in the bin where it must be. The first is of
@@ -36,8 +36,8 @@ struct Quad {
   }
 };
 
-// K quads of `count` scores, from `firsts` on. What does not exist is any score: `bits_below` tells. The memory holds whole
-// quads, and at least one.
+// K quads of `count` scores, from `firsts` on. What does not exist is any score: `bits_below` tells. The memory holds
+// whole quads, and at least one.
 template <int K>
 __device__ __forceinline__ void load_quads(const uint32* scores, const int firsts[K], int count, Quad quads[K]) {
 #pragma unroll
@@ -132,15 +132,16 @@ __device__ __forceinline__ Range block_range(bool has_any, bool enough_have, uin
   return {__reduce_min_sync(FULL_MASK, range.low), __reduce_max_sync(FULL_MASK, range.high)};
 }
 
-// The bin where the COUNT-th highest score is: scores from `low` on, 2^`shift` wide. `within` are in it, `above` higher.
+// The bin where the COUNT-th highest score is: scores from `low` on, 2^`shift` wide. `within` are in it, `above`
+// higher.
 struct Bin {
   uint32 low;
   int shift, above, within;
 };
 
-// Finds the bin in `range`, above which there is no score, until at most `enough` are in it or above, or it is of a single
-// score. `visit(count)` calls `count` for each score. What is beyond the last bin of this width counts as in it, and is
-// searched if need be. `bins` are zero before and after.
+// Finds the bin in `range`, above which there is no score, until at most `enough` are in it or above, or it is of a
+// single score. `visit(count)` calls `count` for each score. What is beyond the last bin of this width counts as in
+// it, and is searched if need be. `bins` are zero before and after.
 template <typename Visit>
 __device__ __forceinline__ Bin find_bin(Visit visit, Range range, int shift, int enough, uint32* bins) {
   __shared__ Bin found;
@@ -193,7 +194,8 @@ __device__ __forceinline__ int store_candidates(const Quad quads[K], const int g
   return total;
 }
 
-// The candidates of a row of which the threads hold the best scores, one of 16 groups each, that were searched for `bin`.
+// The candidates of a row of which the threads hold the best scores, one of 16 groups each, that were searched for
+// `bin`.
 __device__ __forceinline__ int store_candidates_of_best(const uint32* scores, const Quad best[QUADS],
                                                         const Deal& deal, const Bin& bin, int visible,
                                                         Candidate* candidates) {

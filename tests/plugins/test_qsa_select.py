@@ -55,7 +55,7 @@ def test_ties_go_to_the_lower_group(monkeypatch: pytest.MonkeyPatch, shares: tup
 def test_scores_of_any_size_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormal, huge and infinite scores; negative zeros and NaN count as zero."""
     monkeypatch.setattr(launch, "SELECT_THREADS", (128, 128))
-    args = select_operands([1], [4400], normals(torch.bfloat16), ones, **(SMALL | {"heads": 1}))
+    args = select_operands([1], [4400], normals(torch.bfloat16), ones, **({**SMALL, "heads": 1}))
     keys = args[1].view(-1, 16)
     keys[:] = keys.float().mul(torch.exp2(torch.arange(len(keys)).remainder(240) - 120.0)[:, None]).bfloat16()
     keys[7], keys[9, 0], keys[11] = -0.0, torch.inf, 1e-40
@@ -98,6 +98,6 @@ def test_a_step_of_padding_alone() -> None:
 
 
 def test_impossible_heads_are_refused() -> None:
-    args = select_operands([1], [90], ones, ones, **(SMALL | {"heads": 9}))
+    args = select_operands([1], [90], ones, ones, **({**SMALL, "heads": 9}))
     with pytest.raises(PluginError, match="9 index heads of D=16"):
         run_emulated(SPEC, args)
