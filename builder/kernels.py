@@ -34,6 +34,8 @@ def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Ker
         for call in calls:
             if call.spec.name == "linear" and dims["T"] > MOST_TOKENS:
                 continue
+            if dims["max_blocks"] < limits.blocks_per_seq and not call.uses("max_blocks"):
+                continue
             found |= dict.fromkeys(launch.kernel for launch in call.plan(dims, num_sms).launches)
     return list(found)
 
@@ -68,14 +70,16 @@ def _step_dims(limits: EngineLimits) -> Iterator[dict[str, int]]:
     """Sizes of steps, small and large ones."""
     tokens = {*_SMALL_TOKENS, *(2**n for n in range(7, 17)), limits.max_step_tokens}
     sequences = {1, 2, 3, 4, 8, 16, 32, 64, limits.max_batch_size}
-    for T, B in product(sorted(tokens), sorted(sequences)):
+    # The block table is as wide as the longest sequence of a step, which is all that launchers know of lengths.
+    pages = {min(2**n, limits.blocks_per_seq) for n in range(limits.blocks_per_seq.bit_length() + 1)}
+    for T, B, max_blocks in product(sorted(tokens), sorted(sequences), sorted(pages)):
         if B <= T <= limits.max_step_tokens and limits.max_batch_size >= B:
             yield {
                 "T": T,
                 "B": B,
                 "B_plus_1": B + 1,
                 "L": B,
-                "max_blocks": limits.blocks_per_seq,
+                "max_blocks": max_blocks,
                 "num_blocks": limits.max_num_blocks,
                 "num_slots": limits.num_slots,
             }

@@ -28,6 +28,10 @@ class OpCall(NamedTuple):
         shapes = {name: [extent_of(dim, dims) for dim in shape] for name, shape in self.shapes.items()}
         return self.spec.plan(shapes, self.dtypes, self.attrs, num_sms)
 
+    def uses(self, dim: str) -> bool:
+        """Whether an operand has the dynamic extent ``dim``."""
+        return any(dim in shape for shape in self.shapes.values())
+
 
 def distinct_calls(program: Program) -> list[OpCall]:
     """The calls of ops with kernels that differ in shapes, dtypes or attributes. Nodes must carry fake tensors."""

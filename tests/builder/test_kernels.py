@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from released_model import CONVERTED_TO_NVFP4, OFFICIAL_FP8, PUBLISHED_NVFP4, re
 from qwen4exp_trt.builder import kernels as kernels_module
 from qwen4exp_trt.builder.compile import ExportOptions, transform_config
 from qwen4exp_trt.builder.kernels import architecture_of_target, compile_kernels, kernels_of
+from qwen4exp_trt.builder.op_calls import distinct_calls
 from qwen4exp_trt.builder.plan import DEVICES
 from qwen4exp_trt.errors import BuildError, PluginError
 from qwen4exp_trt.passes.pipeline import Quantization
@@ -56,6 +58,18 @@ def test_kernels_spill_nothing(arch: str, part: int) -> None:
     compiled = {kernel: compile_kernel(kernel, arch) for kernel in kernels}
     wrong = [f"{k.entry}{k.defines}: {c.log}" for k, c in compiled.items() if c.spill_bytes or c.stack_bytes]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("num_sms", [48, 132])
+def test_steps_of_short_sequences_need_no_other_kernels(num_sms: int) -> None:
+    """The block table of a step is as wide as its longest sequence; some launchers choose a kernel by that."""
+    program, known = released_programs()[0], released_kernels(num_sms)
+    for num_pages, (T, B, L) in product((1, 3, 32, 33, 150, 257, 1000), ((1, 1, 1), (8, 2, 8), (300, 5, 5))):
+        dims = {"T": T, "B": B, "B_plus_1": B + 1, "L": L, "max_blocks": num_pages}
+        dims |= {"num_blocks": LIMITS.max_num_blocks, "num_slots": LIMITS.num_slots}
+        for call in distinct_calls(program):
+            missing = [launch.kernel for launch in call.plan(dims, num_sms).launches if launch.kernel not in known]
+            assert not missing, (call.spec.name, dims)
 
 
 def test_every_plugin_has_kernels() -> None:
