@@ -74,6 +74,7 @@ def _builder_config(trt: ModuleType, builder: Any, target: str) -> Any:
     config = builder.create_builder_config()
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.max_aux_streams = 0  # kernels share their counters, so they have to run one after another
     if hasattr(trt, "ComputeCapability"):
         config.num_compute_capabilities = 1
         config.set_compute_capability(_compute_capability(trt, target), 0)

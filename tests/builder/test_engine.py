@@ -11,7 +11,7 @@ import onnx
 import pytest
 from model_zoo import tiny_config_dict
 
-from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
+from qwen4exp_trt.builder.engine import EngineBuild, _builder_config, build_engine, check_target
 from qwen4exp_trt.builder.lower import lower_program
 from qwen4exp_trt.builder.profiles import Profile, ShapeRange, optimization_profiles
 from qwen4exp_trt.errors import BuildError
@@ -22,6 +22,7 @@ from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.plugins.spec import NAMESPACE
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.trt_log import make_log
 from qwen4exp_trt.runtime.trt_module import load_trt
 
 pytestmark = pytest.mark.trt
@@ -104,6 +105,11 @@ def test_states_are_updated_in_place_by_one_plugin_layer(build: EngineBuild, low
 def test_terminal_stays_quiet(trt: Any, lowered: Lowered, capfd: pytest.CaptureFixture[str]) -> None:
     build_engine(trt, lowered.model, lowered.profiles)
     assert capfd.readouterr() == ("", "")
+
+
+def test_layers_run_one_after_another(trt: Any) -> None:
+    """The kernels of all plugins count their blocks in the same memory."""
+    assert _builder_config(trt, trt.Builder(make_log(trt)), "sm121").max_aux_streams == 0
 
 
 @pytest.mark.parametrize("target", ["sm90", "sm100", "sm75", "gb10", ""])
