@@ -132,7 +132,7 @@ def check_difference(differences: Sequence[Difference], tolerance: float) -> flo
 
 
 def relative_rms(expected: Tensor, got: Tensor) -> float:
-    """RMS(expected - got) / RMS(expected), over what both hold as finite; integers count elements that differ."""
+    """RMS(expected - got) / RMS(expected), NaN if either holds one; of integers the number of elements that differ."""
     if not expected.is_floating_point():
         return float((expected != got).sum())
     if expected.dtype == torch.float8_e4m3fn:
