@@ -339,17 +339,6 @@ __device__ __forceinline__ bool is_last_block(uint32* counter, int num_blocks) {
 
 // --- the packed batch -------------------------------------------------------------------------------------------
 
-// The sequence that owns row `token`, or -1 for a row of padding. See plugins/packed.py.
-__device__ __forceinline__ int sequence_of(int token, const int* query_start_loc, const int* num_seqs) {
-  int low = 0, high = *num_seqs;
-  if (token >= query_start_loc[high]) return -1;
-  while (high - low > 1) {  // query_start_loc[low] <= token < query_start_loc[high]
-    int middle = (low + high) / 2;
-    (query_start_loc[middle] <= token ? low : high) = middle;
-  }
-  return low;
-}
-
 struct TokenPlace {
   int sequence;  // -1: a row of padding
   int position;  // of the token in its sequence
