@@ -19,7 +19,7 @@ CALLS = 20
 FLUSH_BYTES = 192 << 20
 MOST_COPIES = 256
 
-Work = Callable[[], object]
+Work = Callable[..., object]
 
 
 @dataclass(frozen=True)

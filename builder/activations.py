@@ -13,12 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from qwen4exp_trt.builder.op_calls import distinct_calls
 from qwen4exp_trt.builder.profiles import profile_dims
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.patterns import mutates
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
+from qwen4exp_trt.plugins.kernels import MAX_SMS
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program import Program, is_getitem
 
@@ -27,12 +29,17 @@ from qwen4exp_trt.runtime.program import Program, is_getitem
 def estimate_activations(config: ModelConfig, dtype: str, limits: EngineLimits) -> int:
     """Bytes of the intermediate tensors of the largest step in either profile.
 
-    The peak is within a layer, so that a model with one layer of each kind has the same. What a kernel needs beside
-    its operands is not in it.
+    The peak is within a layer, so that a model with one layer of each kind has the same. The workspace of the most
+    demanding kernels is in it.
     """
     program = _small_program(one_layer_of_each_kind(config), dtype, limits.block_size)
-    profiles = profile_dims(limits).values()
-    return max(peak_bytes(program, {name: extent.max for name, extent in dims.items()}) for dims in profiles)
+    largest = [{name: extent.max for name, extent in dims.items()} for dims in profile_dims(limits).values()]
+    return max(peak_bytes(program, dims) + workspace_bytes(program, dims) for dims in largest)
+
+
+def workspace_bytes(program: Program, dims: Mapping[str, int]) -> int:
+    """What the op that needs most beside its operands needs in a step with the extents ``dims``, on any GPU."""
+    return max((call.plan(dims, MAX_SMS).scratch_bytes for call in distinct_calls(program)), default=0)
 
 
 @cache

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import torch
-from torch import fx
 
+from qwen4exp_trt.builder.op_calls import OpCall, distinct_calls
 from qwen4exp_trt.builder.plan import DEVICES
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.plugins.compile import cubin_key, load_cubins, supported_architectures
 from qwen4exp_trt.plugins.kernels import Kernel
-from qwen4exp_trt.plugins.registry import all_specs, spec_of
-from qwen4exp_trt.plugins.spec import OpSpec, element_shape
+from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
@@ -31,13 +29,12 @@ _SM_COUNTS = (*(device.num_sms for device in DEVICES.values()), 132)
 def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Kernel]:
     """Every kernel that a step within ``limits`` may launch on a GPU with ``num_sms`` multiprocessors, each once."""
     found: dict[Kernel, None] = {}
-    calls = [*_distinct_calls(with_own_linears(program)), *_sampling_calls(program)]
+    calls = [*distinct_calls(with_own_linears(program)), *_sampling_calls(program)]
     for dims in _step_dims(limits):
-        for spec, shapes, dtypes, attrs in calls:
-            if spec.name == "linear" and dims["T"] > MOST_TOKENS:
+        for call in calls:
+            if call.spec.name == "linear" and dims["T"] > MOST_TOKENS:
                 continue
-            plan = spec.plan({name: _extents(shape, dims) for name, shape in shapes.items()}, dtypes, attrs, num_sms)
-            found |= dict.fromkeys(launch.kernel for launch in plan.launches)
+            found |= dict.fromkeys(launch.kernel for launch in call.plan(dims, num_sms).launches)
     return list(found)
 
 
@@ -84,27 +81,7 @@ def _step_dims(limits: EngineLimits) -> Iterator[dict[str, int]]:
             }
 
 
-_CallShapes = tuple[OpSpec, dict[str, list[Any]], dict[str, torch.dtype], dict[str, Any]]
-
-
-def _distinct_calls(program: Program) -> list[_CallShapes]:
-    """The calls of ops with kernels that differ in shapes, dtypes or attributes; dynamic extents are dim names."""
-    names, calls = program.dim_names(), {}
-    for node in program.calls():
-        spec = spec_of(node.target)
-        if spec is None or spec.launches is None:
-            continue
-        operands, attrs = spec.split_args(node.args)
-        values = {name: _fake(value) for name, value in operands.items()}
-        shapes = {
-            name: [_dim(extent, names) for extent in element_shape(v.shape, v.dtype)] for name, v in values.items()
-        }
-        call = (spec, shapes, {name: value.dtype for name, value in values.items()}, attrs)
-        calls.setdefault(repr((spec.name, *call[1:])), call)
-    return list(calls.values())
-
-
-def _sampling_calls(program: Program) -> Iterator[_CallShapes]:
+def _sampling_calls(program: Program) -> Iterator[OpCall]:
     """What samples from the logits: as the program gives them, and as float32, in which penalties are applied."""
     for logits in (spec for spec in program.outputs if spec.name == "logits"):
         shapes = {spec.name: list(spec.shape) for spec in SAMPLING_INPUTS}
@@ -112,17 +89,4 @@ def _sampling_calls(program: Program) -> Iterator[_CallShapes]:
         others = {spec.name: dtype_from_name(spec.dtype) for spec in SAMPLING_INPUTS}
         for dtype in {dtype_from_name(logits.dtype), torch.float32}:
             dtypes = dict.fromkeys(("logits", "raw_logits"), dtype) | others
-            yield all_specs()["sample_tokens"], shapes, dtypes, {"vocab_limit": 0}
-
-
-def _fake(node: Any) -> torch.Tensor:
-    assert isinstance(node, fx.Node), node
-    return node.meta["val"]
-
-
-def _dim(extent: Any, names: Mapping[str, str]) -> int | str:
-    return extent if isinstance(extent, int) else names[str(extent)]
-
-
-def _extents(shape: Sequence[int | str], dims: Mapping[str, int]) -> list[int]:
-    return [dims[dim] if isinstance(dim, str) else dim for dim in shape]
+            yield OpCall(all_specs()["sample_tokens"], shapes, dtypes, {"vocab_limit": 0})

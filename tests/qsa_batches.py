@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.registry import all_specs
+
+all_specs()  # registers the ops
+
 
 def select_operands(
     query_lens: Sequence[int],
@@ -69,7 +73,7 @@ def exact_scores(args: list[Any], sequence: int, dtype: torch.dtype = torch.floa
     pages = table[sequence].long()
     keys = cache[pages[pages >= 0]].flatten(0, 1).to(dtype)
     rows = index_q[int(starts[sequence]) : int(starts[sequence + 1])].unflatten(-1, (-1, keys.shape[-1])).to(dtype)
-    return sum(torch.relu(rows[:, head] @ keys.mT) for head in range(rows.shape[1]))
+    return torch.stack([torch.relu(rows[:, head] @ keys.mT) for head in range(rows.shape[1])]).sum(0)
 
 
 def exact_selection(args: list[Any]) -> Tensor:

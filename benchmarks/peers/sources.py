@@ -7,6 +7,7 @@ about the GPU, Triton itself, and no warm-up.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -37,9 +38,7 @@ def use_vllm_ops(folder: Path, name: str) -> Any:
 
 
 def _make_stand_ins() -> None:
-    import triton
-    import triton.language as tl
-
+    triton, tl = importlib.import_module("triton"), importlib.import_module("triton.language")
     capability = torch.cuda.get_device_capability()
     platform = SimpleNamespace(
         get_device_capability=lambda: capability,

@@ -37,10 +37,11 @@ class GatedMix:
 
 
 def launches(call: Call) -> Iterator[Launch]:
-    names, (tokens, rank) = ("lowrank", "up_weight", "normed", "mixed"), call["lowrank"].shape
-    args = (call[name] for name in names)
-    streams, hidden = call.attrs["hc_count"], call["mixed"].shape[1]
-    yield gate_mix(call, GatedMix(*args, tokens, hidden, streams, rank, call["mixed"].dtype))
+    (tokens, rank), streams, mixed = call["lowrank"].shape, call.attrs["hc_count"], call["mixed"]
+    lowrank, up_weight, normed = call["lowrank"], call["up_weight"], call["normed"]
+    yield gate_mix(
+        call, GatedMix(lowrank, up_weight, normed, mixed, tokens, mixed.shape[1], streams, rank, mixed.dtype)
+    )
 
 
 def mix_fits(hidden: int, streams: int, rank: int, dtype: torch.dtype) -> bool:

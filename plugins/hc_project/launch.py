@@ -42,11 +42,10 @@ class Projection:
 
 
 def launches(call: Call) -> Iterator[Launch]:
-    (rows, width), names = call["weight"].shape, ("normed", "weight", "lowrank", "inject")
-    args = (call[name] for name in names)
-    yield from project(
-        call, Projection(*args, call.dims["T"], rows, width, call.attrs["hc_count"], call["normed"].dtype)
-    )
+    normed, weight, streams = call["normed"], call["weight"], call.attrs["hc_count"]
+    (tokens, width), rows = normed.shape, weight.shape[0]
+    product = Projection(normed, weight, call["lowrank"], call["inject"], tokens, rows, width, streams, normed.dtype)
+    yield from project(call, product)
 
 
 def product_fits(hidden: int, dtype: torch.dtype) -> bool:

@@ -9,7 +9,7 @@ constexpr int THREADS = WARPS * WARP;
 // behind that.
 template <typename Format, int COLUMNS, int T, int AHEAD>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Lists& lists,
-                                    const bf16* hidden, float* outputs, int wave) {
+                                    const bf16* hidden, float* outputs) {
   constexpr int BLOCKS = HIDDEN / (16 * T * WARPS);
   const int index = block / BLOCKS, row = (block % BLOCKS * WARPS + threadIdx.x / WARP) * (16 * T);
   const int lane = threadIdx.x % WARP;
@@ -18,19 +18,8 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     wait_for_previous();
     return;
   }
-  if constexpr (PREFETCH & 1) {
-    if (lane == 31) prefetch_rows<Format>(matrix<Format>(experts, group.expert, HIDDEN, COLUMNS), row, 16 * T, COLUMNS);
-  }
   const Weights weights = matrix<Format>(experts, group.expert, HIDDEN, COLUMNS);
   RowTiles<Format, COLUMNS, T, 16, COLUMNS / Format::STEP, AHEAD> tiles(weights, row + lane / 4, row + lane / 4 + 8, 0);
-  if constexpr (PREFETCH & 4) {
-    if (!is_shared && lane == 31) {
-      const Group later = lists.group(false, (block + wave) / BLOCKS);
-      const int later_row = ((block + wave) % BLOCKS * WARPS + threadIdx.x / WARP) * (16 * T);
-      if (later.count != 0)
-        prefetch_rows<Format>(matrix<Format>(experts, later.expert, HIDDEN, COLUMNS), later_row, 16 * T, COLUMNS);
-    }
-  }
   const float scale = sum_scale<Format>(weights, 0);
   const bf16* tokens[N];
 #pragma unroll
@@ -58,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 down(const void* values, const void* block_scales, const float* global_scales, const void* shared_values,
      const void* shared_block_scales, const float* shared_global_scales, const bf16* hidden, const int* order,
      const int4* items, const int* num_items, const int* query_start_loc, const int* num_seqs, float* outputs,
-     int first_token, int tokens, int shared_blocks, int wave) {
+     int first_token, int tokens, int shared_blocks) {
   const Weights routed = {values, block_scales, global_scales};
   const Weights shared = {shared_values, shared_block_scales, shared_global_scales};
   const Lists lists = {order, items, num_items, query_start_loc, num_seqs, first_token, tokens};
@@ -66,10 +55,10 @@ down(const void* values, const void* block_scales, const float* global_scales, c
   const int block = is_shared ? blockIdx.x : blockIdx.x - shared_blocks;
   if constexpr (ALIKE) {
     run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), is_shared, block, lists, hidden,
-                                                   outputs, wave);
+                                                   outputs);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, true, block, lists, hidden, outputs, wave);
+    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, true, block, lists, hidden, outputs);
   } else {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, false, block, lists, hidden, outputs, wave);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, false, block, lists, hidden, outputs);
   }
 }

@@ -38,7 +38,8 @@ down_one(const void* values, const void* block_scales, const float* global_scale
   if (warp < ROUTED_WARPS) {
     const Weights routed = {values, block_scales, global_scales};
     const int first = 2 * warp, second = min(first + 1, CHOICES - 1);
-    const int low = __ldcg(chosen + first), high = __ldcg(chosen + second);  // before this kernel's turn: see gate_up.cu
+    // What gate_up wrote before it let this kernel start.
+    const int low = __ldcg(chosen + first), high = __ldcg(chosen + second);
     multiply<ROUTED, INNER, INNER / ROUTED::STEP, ROUTED_AHEAD>(
         routed, low * HIDDEN + row, high * HIDDEN + row, 0, sum_scale<ROUTED>(routed, low),
         sum_scale<ROUTED>(routed, high), hidden + first * HIDDEN_PITCH, hidden + second * HIDDEN_PITCH, products[warp]);

@@ -1,7 +1,7 @@
 // silu(gate x) * (up x) of the routed experts and of the shared one. A block computes 8 * ROUTED_TILES hidden
-// elements for a group of tokens; its warps share the elements of x among them. HIDDEN; NORMALIZED; WARPS; ROUTED_TILES,
-// ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of `RowTiles`; ONE_TOKEN: 1 where the step has one token, whose experts
-// are chosen here; and the macros of groups.cuh.
+// elements for a group of tokens; its warps share the elements of x among them.
+// HIDDEN; WARPS; ROUTED_TILES, ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of `RowTiles`; ONE_TOKEN: 1 where the step has
+// one token, whose experts are chosen here; NORMALIZED: 1 if the weights sum to one; and the macros of groups.cuh.
 #include "moe/groups.cuh"
 
 constexpr int THREADS = WARPS * WARP;
@@ -13,7 +13,6 @@ struct Step {
   float* weights;
   bf16* hidden;
   Lists lists;
-  int wave;  // blocks that run at a time
 };
 
 // The `index`-th best expert of the one token. The first block tells `down_one` all of them: what it writes before it
@@ -75,30 +74,13 @@ __device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_
   }
 }
 
-// Prefetches what block `block` of those of an expert reads of gate and up.
-template <typename Format, int ROWS, int T>
-__device__ __forceinline__ void prefetch_gate_up(const Weights& experts, int expert, int block) {
-  const Weights weights = matrix<Format>(experts, 2 * expert, ROWS, HIDDEN);
-  const int row = block % (ROWS / (8 * T)) * (8 * T);
-  prefetch_rows<Format>(weights, row, 8 * T, HIDDEN);
-  prefetch_rows<Format>(weights, ROWS + row, 8 * T, HIDDEN);
-}
-
-// Prefetches its share of the expert's down projection.
-template <typename Format, int COLUMNS, int BLOCKS>
-__device__ __forceinline__ void prefetch_down(const Weights& experts, int expert, int block) {
-  constexpr int SHARE = ceil_div(ceil_div(HIDDEN, BLOCKS), 16) * 16;
-  const int row = block % BLOCKS * SHARE;
-  if (row < HIDDEN) prefetch_rows<Format>(matrix<Format>(experts, expert, HIDDEN, COLUMNS), row, min(SHARE, HIDDEN - row), COLUMNS);
-}
-
 // Block `block` of those of the routed experts, or of the shared one, whose weights may be read before anything else.
 template <typename Format, int ROWS, int T, int AHEAD>
-__device__ __forceinline__ void run(const Weights& experts, const Weights& down, bool is_shared, int block,
-                                    const Step& step) {
+__device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Step& step) {
   constexpr int BLOCKS = ROWS / (8 * T), STEPS = HIDDEN / Format::STEP / WARPS;
   static_assert(HIDDEN % (Format::STEP * WARPS) == 0, "as many steps for every warp");
-  const int index = block / BLOCKS, first_row = block % BLOCKS * (8 * T), lane_row = first_row + threadIdx.x % WARP / 4;
+  const int index = block / BLOCKS, first_row = block % BLOCKS * (8 * T);
+  const int lane_row = first_row + threadIdx.x % WARP / 4;
   Group group = {0, 0, 0, nullptr};
   if (!is_shared) {
     wait_for_previous();
@@ -106,18 +88,8 @@ __device__ __forceinline__ void run(const Weights& experts, const Weights& down,
     start_next();
     if (group.count == 0) return;
   }
-  if (threadIdx.x == THREADS - 1) {
-    if constexpr (PREFETCH & 1) prefetch_gate_up<Format, ROWS, T>(experts, group.expert, block);
-    if constexpr (PREFETCH & 2) prefetch_down<Format, ROWS, BLOCKS>(down, group.expert, block);
-  }
   const Weights weights = matrix<Format>(experts, 2 * group.expert, ROWS, HIDDEN);
   RowTiles<Format, HIDDEN, T, 8, STEPS, AHEAD> tiles(weights, lane_row, lane_row + ROWS, threadIdx.x / WARP * STEPS);
-  if constexpr (PREFETCH & 4) {
-    if (!is_shared && threadIdx.x == THREADS - 1) {
-      const Group later = group_of(false, (block + step.wave) / BLOCKS, step);
-      if (later.count != 0) prefetch_gate_up<Format, ROWS, T>(experts, later.expert, block + step.wave);
-    }
-  }
   const float gate_scale = sum_scale<Format>(weights, 0), up_scale = sum_scale<Format>(weights, 1);
   if (is_shared) {
     wait_for_previous();
@@ -137,23 +109,19 @@ __device__ __forceinline__ void run(const Weights& experts, const Weights& down,
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 gate_up(const bf16* x, const void* values, const void* block_scales, const float* global_scales,
         const void* shared_values, const void* shared_block_scales, const float* shared_global_scales,
-        const float* logits, int* chosen, float* weights, const int* order, const int4* items, const int* num_items, const int* query_start_loc,
-        const int* num_seqs, const void* down_values, const void* down_block_scales, const void* shared_down_values,
-        const void* shared_down_block_scales, bf16* hidden, int first_token, int tokens, int shared_blocks, int wave) {
+        const float* logits, int* chosen, float* weights, const int* order, const int4* items, const int* num_items,
+        const int* query_start_loc, const int* num_seqs, bf16* hidden, int first_token, int tokens, int shared_blocks) {
   const Weights routed = {values, block_scales, global_scales};
   const Weights shared = {shared_values, shared_block_scales, shared_global_scales};
   const Lists lists = {order, items, num_items, query_start_loc, num_seqs, first_token, tokens};
-  const Step step = {x + int64(first_token) * HIDDEN, logits, chosen, weights, hidden, lists, wave};
-  const Weights down = {down_values, down_block_scales, nullptr};
-  const Weights shared_down = {shared_down_values, shared_down_block_scales, nullptr};
+  const Step step = {x + int64(first_token) * HIDDEN, logits, chosen, weights, hidden, lists};
   const bool is_shared = int(blockIdx.x) < shared_blocks;
   const int block = is_shared ? blockIdx.x : blockIdx.x - shared_blocks;
   if constexpr (ALIKE) {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), select(is_shared, shared_down, down), is_shared,
-                                                   block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), is_shared, block, step);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, shared_down, true, block, step);
+    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, true, block, step);
   } else {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, down, false, block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, false, block, step);
   }
 }

@@ -51,17 +51,6 @@ __device__ __forceinline__ Weights matrix(const Weights& weights, int index, int
           weights.global_scales + index};
 }
 
-// Asks for rows `first` up to `first + rows` of a matrix to be brought into L2. By one thread.
-template <typename Format>
-__device__ __forceinline__ void prefetch_rows(const Weights& weights, int first, int rows, int columns) {
-  prefetch_l2_bytes(static_cast<const uint8*>(weights.values) + value_bytes<Format>(int64(first) * columns),
-                    uint32(value_bytes<Format>(int64(rows) * columns)));
-  if constexpr (!Format::HAS_SUM_SCALES) {
-    const uint32 bytes = uint32(scale_bytes<Format>(rows, columns));
-    if (bytes) prefetch_l2_bytes(static_cast<const uint8*>(weights.block_scales) + scale_bytes<Format>(first, columns), bytes);
-  }
-}
-
 // What products with matrix `part` (0, or 1 for up) of a `matrix` have to be multiplied by.
 template <typename Format>
 __device__ __forceinline__ float sum_scale(const Weights&, int) { return Format::UNIT; }

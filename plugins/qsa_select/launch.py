@@ -18,7 +18,9 @@ TILE_ROWS = 32
 """Rows of a sequence that share a read of its keys."""
 SELECT_THREADS = (128, 512)
 SCORES_PER_THREAD = 16
-"""Scores that a block of the choice keeps in shared memory, for each of its threads, as in select.cu."""
+"""Scores that a block of the choice holds, for each of its threads, as in select.cu."""
+CANDIDATE_BYTES = 160
+"""Shared memory of the choice's candidates, for each of its threads, as in select.cu."""
 SCRATCH_BYTES = 128 << 20
 """Of scores. The rows of a larger step are worked on in turns."""
 
@@ -59,6 +61,7 @@ def launches(call: Call) -> Iterator[Launch]:
             select,
             grid=(rows, 1, 1),
             threads=threads,
+            shared_bytes=CANDIDATE_BYTES * threads,
             args=(
                 *(scratch, call["query_start_loc"], call["seq_lens"], call["num_seqs"], call["selected_groups"]),
                 *(first, row_stride, max_items, batch_size),

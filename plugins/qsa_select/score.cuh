@@ -87,7 +87,8 @@ __device__ __forceinline__ void number_items(const Operands& x, int* starts) {
   __syncthreads();
 }
 
-// What is left to do: of a single sequence, tiles of rows whose items all blocks share; of several, a part of all items.
+// What is left to do: of a single sequence, tiles of rows whose items all blocks share; of several, a part of all
+// items.
 struct Work {
   int item, end;  // of several: the items of this block
   int tile;       // of a single one

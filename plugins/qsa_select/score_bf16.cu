@@ -1,5 +1,6 @@
-// Index scores on tensor cores: keys are the rows of a product and heads of query rows its columns. A lane reads 16 bytes
-// of a key or a query at a time, which serve as both halves of two steps of k: sums are over the same k in either.
+// Index scores on tensor cores: keys are the rows of a product and heads of query rows its columns. A lane reads 16
+// bytes of a key or a query at a time, which serve as both halves of two steps of k: sums are over the same k in
+// either.
 #include "qsa_select/score.cuh"
 
 struct TensorCores {

@@ -1,12 +1,12 @@
 // The COUNT groups of the highest scores of each row, ties to the lower group, in ascending order: a block for each
-// row. Macros: RATIO (tokens of a group), COUNT (groups to select), BLOCK_THREADS, SCORED (0 if no row can see more than
-// COUNT groups, and nothing scored them).
+// row. Macros: RATIO (tokens of a group), COUNT (groups to select), BLOCK_THREADS, SCORED (0 if no row can see more
+// than COUNT groups, and nothing scored them).
 //
 // Scores are bits of floats that are not negative, in the order of their values. The lowest one that is selected is
 // found in two searches, each of which counts scores in bins and goes on in the bin where it must be. The first is of
 // the best scores of a few groups each: the COUNT-th highest of them bounds from below what can be selected. The scores
-// that reach this bound, the candidates, are few as a rule, and the second search is of them. If there are too many, it
-// is of all scores. How many come before a score in the order of the groups then settles ties and places.
+// that reach this bound, the candidates, are few as a rule, and the second search is of them. How many come before a
+// score in the order of the groups then settles ties and places.
 #include "q4e.cuh"
 
 constexpr int WARPS = BLOCK_THREADS / WARP;
@@ -16,8 +16,9 @@ constexpr int QUADS = 4;                      // of four scores each, that a thr
 constexpr int CAPACITY = 4 * QUADS * BLOCK_THREADS;
 constexpr int BEST_QUADS = 5;                 // of groups whose best score reaches the bound
 constexpr int MAX_BEST = BEST_QUADS * BLOCK_THREADS / (GROUPS / 4);
-constexpr int MAX_CANDIDATES = 8 * BLOCK_THREADS;
+constexpr int MAX_CANDIDATES = GROUPS * MAX_BEST;
 static_assert(WARPS <= WARP, "the sums of the warps are summed by one");
+static_assert(MAX_CANDIDATES >= CAPACITY, "all scores of a row may be candidates, if they are held");
 
 struct Candidate {
   uint32 score;
@@ -35,8 +36,8 @@ struct Quad {
   }
 };
 
-// K quads of `count` scores, from `firsts` on. What does not exist is any score: `bits_below` tells. The memory holds whole
-// quads, and at least one.
+// K quads of `count` scores, from `firsts` on. What does not exist is any score: `bits_below` tells. The memory holds
+// whole quads, and at least one.
 template <int K>
 __device__ __forceinline__ void load_quads(const uint32* scores, const int firsts[K], int count, Quad quads[K]) {
 #pragma unroll
@@ -131,15 +132,16 @@ __device__ __forceinline__ Range block_range(bool has_any, bool enough_have, uin
   return {__reduce_min_sync(FULL_MASK, range.low), __reduce_max_sync(FULL_MASK, range.high)};
 }
 
-// The bin where the COUNT-th highest score is: scores from `low` on, 2^`shift` wide. `within` are in it, `above` higher.
+// The bin where the COUNT-th highest score is: scores from `low` on, 2^`shift` wide. `within` are in it, `above`
+// higher.
 struct Bin {
   uint32 low;
   int shift, above, within;
 };
 
-// Finds the bin in `range`, above which there is no score, until at most `enough` are in it or above, or it is of a single
-// score. `visit(count)` calls `count` for each score. What is beyond the last bin of this width counts as in it, and is
-// searched if need be. `bins` are zero before and after.
+// Finds the bin in `range`, above which there is no score, until at most `enough` are in it or above, or it is of a
+// single score. `visit(count)` calls `count` for each score. What is beyond the last bin of this width counts as in
+// it, and is searched if need be. `bins` are zero before and after.
 template <typename Visit>
 __device__ __forceinline__ Bin find_bin(Visit visit, Range range, int shift, int enough, uint32* bins) {
   __shared__ Bin found;
@@ -173,8 +175,7 @@ __device__ __forceinline__ Bin find_bin(Visit visit, Range range, int shift, int
   }
 }
 
-// The scores that reach `bound`, in the order of their groups, of those that the threads hold. Returns how many they are.
-// Too many are not stored.
+// Stores the scores that reach `bound`, in the order of their groups, of those that the threads hold. Returns how many.
 template <int K>
 __device__ __forceinline__ int store_candidates(const Quad quads[K], const int groups[K], uint32 bound, int visible,
                                                 Candidate* candidates) {
@@ -183,7 +184,6 @@ __device__ __forceinline__ int store_candidates(const Quad quads[K], const int g
 #pragma unroll
   for (int k = 0; k < K; ++k) masks[k] = quads[k].reaching(bound) & bits_below(visible - groups[k]);
   const int total = block_places<K>(masks, places);
-  if (total > MAX_CANDIDATES) return total;
 #pragma unroll
   for (int k = 0; k < K; ++k) {
 #pragma unroll
@@ -194,17 +194,31 @@ __device__ __forceinline__ int store_candidates(const Quad quads[K], const int g
   return total;
 }
 
-// The candidates of a row whose best scores, one of 16 groups each, the threads hold. As `store_candidates`.
+// The candidates of a row of which the threads hold the best scores, one of 16 groups each, that were searched for
+// `bin`.
 __device__ __forceinline__ int store_candidates_of_best(const uint32* scores, const Quad best[QUADS],
-                                                        const Deal& deal, uint32 bound, int visible,
+                                                        const Deal& deal, const Bin& bin, int visible,
                                                         Candidate* candidates) {
   __shared__ int reaching[MAX_BEST];
   uint32 masks[QUADS];
   int places[QUADS], groups[BEST_QUADS];
 #pragma unroll
-  for (int k = 0; k < QUADS; ++k) masks[k] = deal.of(k) < deal.count ? best[k].reaching(bound) : 0;
-  const int total = block_places<QUADS>(masks, places);
-  if (total > MAX_BEST) return MAX_CANDIDATES + 1;
+  for (int k = 0; k < QUADS; ++k) masks[k] = deal.of(k) < deal.count ? best[k].reaching(bin.low) : 0;
+  int total = block_places<QUADS>(masks, places);
+  if (total > MAX_BEST) {
+    // The bin is of a single score. Of the groups with just that, enough are in the first ones whose best score it is.
+    uint32 ties[QUADS];
+#pragma unroll
+    for (int k = 0; k < QUADS; ++k) ties[k] = masks[k] & ~best[k].reaching(bin.low + 1);
+    __syncthreads();
+    block_places<QUADS>(ties, places);
+#pragma unroll
+    for (int k = 0; k < QUADS; ++k)
+      for (uint32 mask = ties[k]; mask != 0; mask &= mask - 1)
+        if (places[k]++ >= COUNT - bin.above) masks[k] &= ~(mask & -mask);
+    __syncthreads();
+    total = block_places<QUADS>(masks, places);
+  }
 #pragma unroll
   for (int k = 0; k < QUADS; ++k)
     for (uint32 mask = masks[k]; mask != 0; mask &= mask - 1)
@@ -218,7 +232,7 @@ __device__ __forceinline__ int store_candidates_of_best(const uint32* scores, co
     groups[k] = quad < parts.count ? reaching[quad / (GROUPS / 4)] * GROUPS + quad % (GROUPS / 4) * 4 : visible;
   }
   load_quads<BEST_QUADS>(scores, groups, visible, quads);
-  return store_candidates<BEST_QUADS>(quads, groups, bound, visible, candidates);
+  return store_candidates<BEST_QUADS>(quads, groups, bin.low, visible, candidates);
 }
 
 // Selects from `count` candidates `get(i)` in the order of their groups.
@@ -268,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1)
 select_groups(const uint32* all_scores, const int* query_start_loc, const int* seq_lens, const int* num_seqs,
               int* selected, int first_row, int row_stride, int max_items, int batch_size) {
   __shared__ __align__(16) uint32 bins[BINS];
-  __shared__ __align__(8) Candidate candidates[MAX_CANDIDATES];
+  DYNAMIC_SHARED(Candidate, candidates);  // MAX_CANDIDATES
   *reinterpret_cast<uint4*>(bins + 4 * threadIdx.x) = {0, 0, 0, 0};
   if (!SCORED) wait_for_previous();
   // The kernel of the scores lets this one start when all before it are done: what they wrote can be read already.
@@ -300,7 +314,8 @@ select_groups(const uint32* all_scores, const int* query_start_loc, const int* s
     for (int i = 0; i < 4; ++i) quads[k].scores[i] = exist >> i & 1 ? quads[k].scores[i] : 0;
   }
   const int num_searched = holds_all ? deal.count : num_held;
-  const bool is_bounded = num_searched >= COUNT && num_held <= CAPACITY, by_quads = holds_all && is_bounded;
+  const bool is_bounded = num_searched >= COUNT && num_held <= CAPACITY && COUNT <= MAX_BEST;
+  const bool by_quads = holds_all && is_bounded;
   uint32 lowest = 0xffffffffu, highest = 0;
 #pragma unroll
   for (int k = 0; k < QUADS; ++k) {
@@ -313,9 +328,10 @@ select_groups(const uint32* all_scores, const int* query_start_loc, const int* s
     const bool enough_have = is_bounded && COUNT <= BLOCK_THREADS && deal.all_have_one();
     range = block_range(deal.of(0) < deal.count, enough_have, lowest, highest);
   }
-  int shift = covering_shift(range), count = MAX_CANDIDATES + 1;
+  int shift = covering_shift(range);
+  Bin bin = {range.low, shift, 0, 0};
   if (is_bounded) {
-    const Bin bin = find_bin(
+    bin = find_bin(
         [&](auto visit) {
 #pragma unroll
           for (int k = 0; k < QUADS; ++k) {
@@ -330,11 +346,10 @@ select_groups(const uint32* all_scores, const int* query_start_loc, const int* s
     range.low = bin.low;
     shift = max(bin.shift - 4, 0);  // the COUNT-th highest of all is a little higher: narrow bins tell it apart
   }
-  if (holds_all)
-    count = store_candidates<QUADS>(quads, groups, range.low, visible, candidates);
-  else if (is_bounded)
-    count = store_candidates_of_best(scores, quads, deal, range.low, visible, candidates);
-  if (count <= MAX_CANDIDATES)
+  int count = -1;
+  if (holds_all) count = store_candidates<QUADS>(quads, groups, range.low, visible, candidates);
+  if (!holds_all && is_bounded) count = store_candidates_of_best(scores, quads, deal, bin, visible, candidates);
+  if (count >= 0)
     select([&](int i) { return candidates[i]; }, count, range, shift, bins, selected);
   else
     select([&](int i) { return Candidate{scores[i], i}; }, visible, range, shift, bins, selected);

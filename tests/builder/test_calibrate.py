@@ -27,7 +27,9 @@ from qwen4exp_trt.passes.verification import Verifier, batch_samples, random_sou
 from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.materialize import materialize_weight
+from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program, identifier_from_path
+from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensor_source import TensorFunction
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
@@ -57,7 +59,11 @@ def text_of(path: Path, content: str | bytes, max_tokens: int = 4096) -> Calibra
 
 
 def run(text: CalibrationText, **changed: Tensor) -> Calibration:
-    return calibrate(nvfp4_model()[1], tensors() | changed, LIMITS, text)
+    return calibrate(nvfp4_model()[1], tensors() | changed, rows(), LIMITS, text)
+
+
+def rows() -> NgramRows:
+    return NgramRows(nvfp4_model()[1].inputs, TensorReader(), num_slots=1)
 
 
 def input_of(path: str, token_ids: tuple[int, ...]) -> Tensor:
@@ -96,7 +102,7 @@ def test_scales_are_those_of_the_inputs(tmp_path: Path) -> None:
     assert list(found.scales) == linears_of_layers(program)
     nvfp4 = program.graph.find_nodes(op="call_function", target=torch.ops.q4e.nvfp4_linear.default)
     paths = {node.name.replace("__", ".") for node in nvfp4}
-    assert "lm_head.linear" in paths and "layers.1.mlp_hyper_connection.input_mix_weight_up.linear" in paths
+    assert "lm_head.linear" in paths and "layers.0.ple.key_proj.linear" in paths
     assert {path for path in paths if ".linear_attn." in path or ".self_attn." in path} == set(found.scales)
     for path in ("layers.0.linear_attn.in_proj_qkv_in_proj_z", "layers.1.self_attn.o_proj.linear"):
         amax = input_of(path, text.token_ids).abs().max()
@@ -109,8 +115,7 @@ def test_the_largest_input_of_all_windows_counts(tmp_path: Path) -> None:
     windows = [replace(whole, token_ids=whole.token_ids[start : start + 32]) for start in (0, 32, 64)]
     assert len(whole.token_ids) == 75
     progress: list[tuple[int, int]] = []
-    _, program, _ = nvfp4_model()
-    found = calibrate(program, tensors(), LIMITS, whole, lambda *done: progress.append(done))
+    found = calibrate(nvfp4_model()[1], tensors(), rows(), LIMITS, whole, lambda *done: progress.append(done))
     assert progress == [(1, 3), (2, 3), (3, 3)]
     parts = [run(window).scales for window in windows]
     assert found.scales == {path: max(part[path] for part in parts) for path in found.scales}

@@ -29,7 +29,8 @@ def test_states_after_many_steps(dtype: torch.dtype, most_rows: int) -> None:
 def test_a_step_of_padding_alone_changes_no_state() -> None:
     streams = Streams(2, 30, **SMALL)
     args = streams.operands([0, 0], [2, 2], [torch.zeros_like(state) for state in streams.states])
-    args[8].zero_(), args[9].zero_(), args[11].fill_(-1), args[12].zero_()
+    for index, value in ((8, 0), (9, 0), (11, -1), (12, 0)):
+        args[index].fill_(value)
     run_emulated(SPEC, args)
     assert not any(state.any() for state in args[5:8])
 

@@ -10,9 +10,10 @@ from indexer_streams import Streams
 from op_checks import rms_error
 from torch import Tensor
 
-from qwen4exp_trt.plugins.qsa_indexer import SPEC
+from qwen4exp_trt.plugins.registry import all_specs
 
 pytestmark = pytest.mark.gpu
+SPEC = all_specs()["qsa_indexer"]
 
 
 def run(args: list[Any]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.qsa_select import SPEC, launch
 
-SMALL = {"heads": 4, "dim": 16, "page": 16, "ratio": 2, "budget": 40}
+SMALL: dict[str, Any] = {"heads": 4, "dim": 16, "page": 16, "ratio": 2, "budget": 40}
 
 
 def check(args: list[Any]) -> None:
@@ -27,13 +27,13 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(shape, dtype=torch.bfloat16)
 
 
-def rare(share: float, seed: int = 0) -> Any:
-    """Keys of zeros but for a share of ones."""
+def levels(*shares: float, seed: int = 0) -> Any:
+    """Keys of zeros, but for a share of each higher level."""
     generator = torch.Generator().manual_seed(seed)
 
     def make(*shape: int) -> Tensor:
-        present = torch.rand((*shape[:-1], 1), generator=generator) < share
-        return present.expand(shape).to(torch.bfloat16)
+        draws = torch.rand((*shape[:-1], 1), generator=generator)
+        return torch.stack([draws < share for share in shares]).sum(0).to(torch.bfloat16).expand(shape).contiguous()
 
     return make
 
@@ -45,17 +45,17 @@ def test_candidates_are_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
     check(select_operands([1, 2], [4301, 4202], make, make, **SMALL))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.004, 0.4, 1.0])
-def test_ties_go_to_the_lower_group(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    """Fewer positive scores than are selected, or so many equal ones that the candidates have no room."""
+@pytest.mark.parametrize("shares", [(0.0,), (0.004,), (0.4,), (1.0,), (0.5, 0.004), (0.9, 0.5, 0.002)])
+def test_ties_go_to_the_lower_group(monkeypatch: pytest.MonkeyPatch, shares: tuple[float, ...]) -> None:
+    """Fewer positive scores than are selected, or so many equal ones that not all can be candidates."""
     monkeypatch.setattr(launch, "SELECT_THREADS", (128, 128))
-    check(select_operands([1, 1], [4301, 600], rare(share), ones, **SMALL))
+    check(select_operands([1, 1], [6601, 600], levels(*shares), ones, **SMALL))
 
 
 def test_scores_of_any_size_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Denormal, huge and infinite scores; negative zeros and NaN count as zero."""
     monkeypatch.setattr(launch, "SELECT_THREADS", (128, 128))
-    args = select_operands([1], [4400], normals(torch.bfloat16), ones, **{**SMALL, "heads": 1})
+    args = select_operands([1], [4400], normals(torch.bfloat16), ones, **({**SMALL, "heads": 1}))
     keys = args[1].view(-1, 16)
     keys[:] = keys.float().mul(torch.exp2(torch.arange(len(keys)).remainder(240) - 120.0)[:, None]).bfloat16()
     keys[7], keys[9, 0], keys[11] = -0.0, torch.inf, 1e-40
@@ -98,6 +98,6 @@ def test_a_step_of_padding_alone() -> None:
 
 
 def test_impossible_heads_are_refused() -> None:
-    args = select_operands([1], [90], ones, ones, **{**SMALL, "heads": 9})
+    args = select_operands([1], [90], ones, ones, **({**SMALL, "heads": 9}))
     with pytest.raises(PluginError, match="9 index heads of D=16"):
         run_emulated(SPEC, args)

@@ -10,9 +10,11 @@ import torch
 from qsa_batches import exact_scores, exact_selection, normals, quarters, select_operands
 from torch import Tensor
 
-from qwen4exp_trt.plugins.qsa_select import SPEC, launch
+from qwen4exp_trt.plugins.qsa_select import launch
+from qwen4exp_trt.plugins.registry import all_specs
 
 pytestmark = pytest.mark.gpu
+SPEC = all_specs()["qsa_select"]
 LONGEST = 262_144
 
 
@@ -70,12 +72,13 @@ def test_selection_is_exact(query_lens: Sequence[int], seq_lens: Sequence[int], 
     check(select_operands(query_lens, seq_lens, keys, queries, padding=2, max_blocks=4096, device="cuda"))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.4, 1.0])
-def test_ties_go_to_the_lower_group(share: float) -> None:
-    """A share of equal scores, and zeros: fewer positive ones than are selected, or more than candidates have room."""
+@pytest.mark.parametrize("shares", [(0.0,), (0.001,), (0.02,), (0.4,), (1.0,), (0.5, 0.004), (0.9, 0.5, 0.002)])
+def test_ties_go_to_the_lower_group(shares: tuple[float, ...]) -> None:
+    """Few levels of scores: fewer positive ones than are selected, or more equal ones than can be candidates."""
 
     def keys(*shape: int) -> Tensor:
-        return (torch.rand((*shape[:-1], 1), device="cuda") < share).expand(shape).to(torch.bfloat16)
+        draws = torch.rand((*shape[:-1], 1), device="cuda")
+        return torch.stack([draws < share for share in shares]).sum(0).to(torch.bfloat16).expand(shape).contiguous()
 
     check(select_operands([1, 2, 8, 1], [LONGEST, 40_000, 20_000, 3000], keys, ones, device="cuda"))
 
@@ -133,7 +136,9 @@ def test_a_captured_step_follows_the_lengths() -> None:
     make = quarters(torch.bfloat16, 9, "cuda")
     args = select_operands([1] * 8, [200_000] * 8, make, make, max_blocks=4096, device="cuda")
     lens, table = args[3].clone(), args[4].clone()
-    args[3].zero_(), args[5].zero_(), args[4].fill_(-1)
+    args[3].zero_()
+    args[5].zero_()
+    args[4].fill_(-1)
     select(args)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -141,6 +146,7 @@ def test_a_captured_step_follows_the_lengths() -> None:
     graph.replay()
     args[4].copy_(table)
     for count, divisor in ((8, 200), (5, 7), (8, 1)):
-        args[5].fill_(count), args[3].copy_(lens // divisor)
+        args[5].fill_(count)
+        args[3].copy_(lens // divisor)
         graph.replay()
         assert torch.equal(selected[:count], exact_selection(args))
