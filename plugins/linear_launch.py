@@ -126,7 +126,6 @@ def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
 
 FEW_WARPS = 8
 MOST_SLOTS = 6
-UNROLL = 8
 """Steps of a warp that are on their way at once: each 16 bytes of one or two rows for every lane."""
 MOST_STAGED_BYTES = 56 * 1024
 """Of the tokens that a block keeps in shared memory."""
@@ -212,7 +211,6 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
         "TILE_HALVES": split.halves,
         "IS_WHOLE": int(split.parts * split.steps == _ceil_div(weight.columns, form.step)),
         "BLOCKS_PER_SM": blocks_per_sm,
-        "UNROLL": UNROLL,
     }
     blocks = _ceil_div(weight.rows, 8 * split.halves * FEW_WARPS // split.k_warps)
     return Launch(

@@ -126,7 +126,7 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
       commit_copies();
       const bool is_last = segment == SEGMENTS - 1;  // its successor is the next tile's first
       if (is_last) from = locate(tile + tiles_apart);
-#pragma unroll UNROLL
+#pragma unroll 1  // the code of a step is long enough
       for (int i = 0; i < DEPTH; ++i) {
         const int step = (segment * DEPTH + i) * K_WARPS;
         wait_copies<DEPTH>();
