@@ -95,6 +95,7 @@ def test_scratch_does_not_shrink(op: str) -> None:
             assert sizes == sorted(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("arch", ["sm_121a", "sm_90", "sm_80"])
 def test_kernels_fit(op: str, arch: str) -> None:
