@@ -56,8 +56,13 @@ def cached_plan(
 
 @cache
 def semaphores(device_index: int) -> Tensor:
-    """The zeroed counters of a GPU, which all kernels share: they run one after another, and leave them zero."""
-    return torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=f"cuda:{device_index}")
+    """The zeroed counters of a GPU, which all kernels share: they run one after another, and leave them zero.
+
+    So a process must not run kernels on several streams of a GPU at once.
+    """
+    counters = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=f"cuda:{device_index}")
+    torch.cuda.synchronize(device_index)  # TensorRT uses them on a stream of its own
+    return counters
 
 
 def _checked(spec: OpSpec, name: str, tensor: Tensor, device: torch.device, is_state: bool) -> Tensor:

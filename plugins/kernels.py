@@ -105,7 +105,10 @@ class Call:
         return self.tensors[name]
 
     def scratch(self, *shape: int, dtype: torch.dtype = torch.float32) -> ScratchRef:
-        """A part of the workspace for ``shape`` elements."""
+        """A part of the workspace for ``shape`` elements.
+
+        It must not shrink when shapes or `num_sms` grow: TensorRT is told the workspace of the largest.
+        """
         num_bytes = math.ceil(math.prod(shape) * item_bytes(dtype))
         offset = self.scratch_bytes
         self.scratch_bytes += -(-num_bytes // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT

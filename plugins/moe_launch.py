@@ -297,11 +297,12 @@ class Shape:
         return 1 if experts.format == BF16 else self.tiles
 
     def defines(self, sizes: Sizes) -> Defines:
+        """Two formats in one kernel take more registers: it gives up a block of an SM for them."""
         tiles, shared_tiles = self.tiles_of(sizes.routed), self.tiles_of(sizes.shared)
         return (
             *(("ROUTED_TILES", tiles), ("ROUTED_AHEAD", max(1, self.loads // (2 * tiles)))),
             *(("SHARED_TILES", shared_tiles), ("SHARED_AHEAD", max(1, self.loads // (2 * shared_tiles)))),
-            ("MIN_BLOCKS", self.blocks - (sizes.routed.format == FP8_BLOCKS)),
+            ("MIN_BLOCKS", self.blocks - (sizes.routed.format != sizes.shared.format)),
         )
 
 

@@ -74,7 +74,7 @@ class TensorRTBackend:
                 self._check(context.set_tensor_address(name, tensor.data_ptr()), f"bind {name}")
             self._check(context.execute_async_v3(self._stream_handle()), f"execute the profile {profile}")
             rows = len(inputs["logits_indices"])
-            logits = self.outputs["logits"][:rows].float()
+            logits = self.outputs["logits"][:rows].to(torch.float32, copy=True)
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return logits

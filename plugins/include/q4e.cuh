@@ -208,6 +208,14 @@ __device__ __forceinline__ int made_anew(int x) {
   return x;
 }
 
+// The axis (0 temporal, 1 height, 2 width) that a frequency of interleaved MRoPE follows; HEIGHT_END and WIDTH_END are three
+// times their entries of `mrope_section`.
+template <int HEIGHT_END, int WIDTH_END>
+__device__ __forceinline__ int mrope_axis(int frequency) {
+  if (frequency % 3 == 1 && frequency < HEIGHT_END) return 1;
+  return frequency % 3 == 2 && frequency < WIDTH_END ? 2 : 0;
+}
+
 // --- memory -----------------------------------------------------------------------------------------------------
 
 // 16 bytes of data that is used once: kept out of L1. Not `.nc`: the compiler moves such a load, as any by `__ldg`, behind
@@ -301,6 +309,8 @@ __device__ __forceinline__ void mma_16x8x16(float c[4], const uint32 a[4], const
 // A kernel may start while the one before it on the stream still runs: everything in front of `wait_for_previous` may
 // touch only weights, which no kernel of a step writes. Every thread that touches anything else calls it first, and at
 // least one thread of every block calls it. Below SM90 there is no overlap and nothing to wait for.
+// Within one op a later kernel may also read, in front of its wait, what was there before the op: if every block of the
+// kernel before it calls `start_next` behind its own wait, all that came before the op has ended by then.
 __device__ __forceinline__ void wait_for_previous() {
 #if !defined(Q4E_EMULATE) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

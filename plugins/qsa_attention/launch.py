@@ -54,7 +54,7 @@ def launches(call: Call) -> Iterator[Launch]:
     types = (("ACTIVATION", c_type(qkv.dtype)),)
     in_cache = (("PAGE", d["P"]), ("CACHE", c_type(cache.dtype)))
     section = call.attrs["mrope_section"]
-    rope = (("HALF", d["R"]), ("SECTION_H", section[1]), ("SECTION_W", section[2]))
+    rope = (("HALF", d["R"]), ("MROPE_HEIGHT", 3 * section[1]), ("MROPE_WIDTH", 3 * section[2]))
     yield Launch(
         Kernel("qsa_attention/prepare.cu", "prepare", (*heads, *types, *in_cache, *rope)),
         grid=(-(-tokens * (num_heads + 2 * kv_heads) // (THREADS // 32)), 1, 1),

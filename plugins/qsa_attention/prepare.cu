@@ -1,18 +1,13 @@
 // Norm and rotation of the query and key heads, one warp a head of a token: queries go to `q`, keys and values to the
 // cache.
-// Macros: HEAD_DIM, HQ, HKV, HALF (half of the rotated dims), SECTION_H, SECTION_W (frequencies of the height and width
-// axes), PAGE (tokens of a page), ACTIVATION: bf16 or float, CACHE: bf16, float or e4m3.
+// Macros: HEAD_DIM, HQ, HKV, HALF (half of the rotated dims), MROPE_HEIGHT and MROPE_WIDTH (see `mrope_axis`), PAGE
+// (tokens of a page), ACTIVATION: bf16 or float, CACHE: bf16, float or e4m3.
 #include "q4e.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP;
 constexpr int HEADS = HQ + 2 * HKV;  // query heads | key heads | value heads
 constexpr int ITEMS = ceil_div(HEAD_DIM, WARP), ROTATED_ITEMS = ceil_div(2 * HALF, WARP);
 constexpr int64 QKV_WIDTH = int64(2 * HQ + 2 * HKV) * HEAD_DIM;
-
-__device__ __forceinline__ int axis_of(int frequency) {
-  if (frequency % 3 == 1 && frequency < 3 * SECTION_H) return 1;
-  return frequency % 3 == 2 && frequency < 3 * SECTION_W ? 2 : 0;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 prepare(const ACTIVATION* qkv, const float* q_gain, const float* k_gain, const int* positions, const float* inv_freq,
@@ -47,7 +42,7 @@ prepare(const ACTIVATION* qkv, const float* q_gain, const float* k_gain, const i
   int rope_positions[ROTATED_ITEMS];
 #pragma unroll
   for (int i = 0; i < ROTATED_ITEMS; ++i)
-    rope_positions[i] = positions[axis_of((i * WARP + lane) % HALF) * num_tokens + token];
+    rope_positions[i] = positions[mrope_axis<MROPE_HEIGHT, MROPE_WIDTH>((i * WARP + lane) % HALF) * num_tokens + token];
   const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size);
   if (place.sequence < 0) return;
   const int page = is_query ? 0 : block_table[int64(place.sequence) * max_blocks + place.position / PAGE];

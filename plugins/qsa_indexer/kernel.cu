@@ -43,11 +43,6 @@ __device__ __forceinline__ void for_each(Part& part, Visit visit) {
   }
 }
 
-__device__ __forceinline__ int axis_of(int frequency) {
-  if (frequency % 3 == 1 && frequency < MROPE_HEIGHT) return 1;
-  return frequency % 3 == 2 && frequency < MROPE_WIDTH ? 2 : 0;
-}
-
 // Norm, gain and rotation. `position(axis)` is the token's position; `inv_freq` the lane's frequencies.
 template <typename Position>
 __device__ __forceinline__ void norm_and_rotate(Part& part, Part& gain, const float inv_freq[PAIRS], float eps,
@@ -55,7 +50,7 @@ __device__ __forceinline__ void norm_and_rotate(Part& part, Part& gain, const fl
   float sine[PAIRS], cosine[PAIRS], squares = 0.f;
 #pragma unroll
   for (int i = 0; i < PAIRS; ++i)
-    sine_cosine(float(position(axis_of(i * WARP + threadIdx.x % WARP))) * inv_freq[i], &sine[i], &cosine[i]);
+    sine_cosine(float(position(mrope_axis<MROPE_HEIGHT, MROPE_WIDTH>(i * WARP + threadIdx.x % WARP))) * inv_freq[i], &sine[i], &cosine[i]);
   for_each(part, [&](float& value, int) { squares += value * value; });
   const float scale = rsqrtf(warp_sum(squares) / DIM + eps);
 #pragma unroll

@@ -85,7 +85,7 @@ def test_a_failed_write_leaves_the_old_file(
         (["--against", "nowhere"], "nowhere: no such folder; give a bundle that qwen4exp-build made"),
         (["--against-checkpoint", "nowhere"], "--against-checkpoint needs --against"),
         (["--checkpoint", "nowhere"], "nowhere: no such folder; give the one that holds the *.safetensors files"),
-        (["--device", "cuda:99"], "device 'cuda:99': th"),
+        (["--device", "cuda:99"], "device 'cuda:99': "),
         (["--backend", "nonsense"], "argument --backend: invalid choice: 'nonsense'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
