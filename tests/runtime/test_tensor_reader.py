@@ -284,6 +284,7 @@ def test_closing_lets_go_of_files(checkpoint: Checkpoint, small_requests: None) 
     assert num_open() == before
 
 
+@pytest.mark.slow  # it takes time, which a busy machine stretches
 def test_opening_a_checkpoint_of_many_tensors_is_quick(tmp_path: Path) -> None:
     """One release has 300,000: one for each projection of each expert, and scalars beside them."""
     per_file, files = 10_000, 6
