@@ -217,18 +217,15 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
         grid=(min(blocks, max(blocks_per_sm * call.num_sms // split.parts, 1)), split.parts, 1),
         threads=FEW_WARPS * WARP,
-        args=(
-            x.values,
-            *weight.args,
-            out,
-            _partial_sums(call, x, weight),
-            SemaphoreRef(),
-            x.count,
-            weight.rows,
-            weight.columns,
-        ),
+        args=_product_args(call, x, weight, out),
         shared_bytes=split.shared_bytes(tokens, weight.columns, form)[0],
     )
+
+
+def _product_args(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> tuple[Arg, ...]:
+    """The arguments that the kernels of few and of many tokens share, in their order."""
+    sizes = x.count, weight.rows, weight.columns
+    return x.values, *weight.args, out, _partial_sums(call, x, weight), SemaphoreRef(), *sizes
 
 
 def _power_of_two(count: int) -> int:
@@ -280,17 +277,7 @@ def _many_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launc
         Kernel("linear/many_tokens.cu", "many_tokens", _defines(weight, out, **sizes)),
         grid=(tiles, blocks, parts),
         threads=MANY_WARPS * WARP,
-        args=(
-            x.values,
-            *weight.args,
-            out,
-            _partial_sums(call, x, weight),
-            SemaphoreRef(),
-            x.count,
-            weight.rows,
-            weight.columns,
-            part_stages,
-        ),
+        args=(*_product_args(call, x, weight, out), part_stages),
         shared_bytes=max(
             slots + _staged_bytes(tile.k_warps, tile.tokens, form), 4 * tile.k_warps * tile.tokens * (tile.rows + 4)
         ),
