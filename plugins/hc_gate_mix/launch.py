@@ -16,8 +16,8 @@ _STAGE = 64
 _BLOCKS_PER_SM = 2
 _MORE_THAN_FEW, _MANY_STREAMS, _MANY_MAX_RANK = 33, 4, 320
 """Tokens from which on, and shapes for which, the kernel for many tokens is taken."""
-_MANY_COLUMNS, _MANY_WARPS, _MANY_STAGE = 64, 8, 32
-_MOST_TOKEN_BLOCKS, _START_COST = 16, 2
+_MANY_COLUMNS, _MANY_WARPS, _MANY_STAGE, _MANY_STAGES = 64, 8, 16, 4
+_MOST_TOKEN_BLOCKS, _START_COST = 16, 4
 """Blocks along the tokens, and what it costs one to load its weights, in stages."""
 _ANY_WARPS = 8
 
@@ -102,11 +102,11 @@ def _many_tokens(call: Call, mix: GatedMix) -> Launch:
         """In stages, of so many blocks along the tokens."""
         return -(-columns * blocks // call.num_sms) * (-(-stages // blocks) + _START_COST)
 
-    stage_bytes = lowrank_bytes(mix.rank, _MANY_STAGE) + 2 * _MANY_STAGE * (mix.streams * _MANY_COLUMNS + 8)
+    stage_bytes = 2 * _MANY_STAGE * (mix.rank + mix.streams * _MANY_COLUMNS + 8)
     return Launch(
-        Kernel("hc_gate_mix/many_tokens.cu", "hc_gate_mix_many_tokens", (*mix.defines, ("STAGE", _MANY_STAGE))),
+        Kernel("hc_gate_mix/many_tokens.cu", "hc_gate_mix_many_tokens", mix.defines),
         grid=(columns, min(range(1, min(stages, _MOST_TOKEN_BLOCKS) + 1), key=time), 1),
         threads=_MANY_WARPS * 32,
         args=(mix.lowrank, mix.up_weight, mix.normed, mix.mixed, mix.tokens),
-        shared_bytes=2 * stage_bytes,
+        shared_bytes=_MANY_STAGES * stage_bytes,
     )
