@@ -95,10 +95,11 @@ class Model(FullSizeModel):
     def prefill(self, prompt: int, chunk: int) -> Run:
         core = self.core_within(replace(LIMITS, prefill_chunk=chunk))
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        sequence = core.make_sequence(None, self.random_prompt(prompt, self.generator), params)
+        ids = self.random_prompt(prompt, self.generator).tolist()
         torch.cuda.synchronize()
         events, host, start = [torch.cuda.Event(enable_timing=True)], [], time.perf_counter()
         events[0].record()
+        sequence = core.make_sequence(None, ids, params)
         core.add(sequence)
         while sequence.finish_reason is None:
             begin = time.perf_counter()
