@@ -113,6 +113,25 @@ __device__ __forceinline__ int sequence_of(int token, const int* query_start_loc
   return low;
 }
 
+// What DILATION tokens in a row read; behind the last one it is read again.
+struct Group {
+  Vector<ACTIVATION, CONV_VECTOR> stacked[DILATION], values[DILATION];
+  Gate gates[DILATION];
+};
+
+__device__ __forceinline__ Group load_group(const ACTIVATION* stack, const ACTIVATION* value, const Gate* gates, int token,
+                                            int stop) {
+  Group group;
+#pragma unroll
+  for (int phase = 0; phase < DILATION; ++phase) {
+    const int64 row = min(token + phase, stop - 1);
+    group.stacked[phase] = load_vector<CONV_VECTOR>(stack + row * WIDTH);
+    group.values[phase] = load_vector<CONV_VECTOR>(value + row * HIDDEN);
+    group.gates[phase] = gates[row * STREAMS];
+  }
+  return group;
+}
+
 // Grid: blocks of columns, runs of `run` tokens.
 extern "C" __global__ void __launch_bounds__(CONV_BLOCK)
 ple_conv_many(const ACTIVATION* stack, const ACTIVATION* value, const float* conv_gain, const ACTIVATION* conv_weight,
@@ -154,33 +173,29 @@ ple_conv_many(const ACTIVATION* stack, const ACTIVATION* value, const float* con
           for (int i = 0; i < CONV_VECTOR; ++i) past[phase][j].n[i] = to_float(older.items[i]);
         }
       }
+    Group now = load_group(stack, value, gates, token, stop);
     for (; token < stop; token += DILATION) {
-      Vector<ACTIVATION, CONV_VECTOR> stacked[DILATION], values[DILATION];
-      Gate gate[DILATION];
+      const Group next = load_group(stack, value, gates, token + DILATION, stop);
 #pragma unroll
       for (int phase = 0; phase < DILATION; ++phase) {
-        const int64 row = min(token + phase, stop - 1);
-        stacked[phase] = load_vector<CONV_VECTOR>(stack + row * WIDTH);
-        values[phase] = load_vector<CONV_VECTOR>(value + row * HIDDEN);
-        gate[phase] = gates[row * STREAMS];
-      }
-#pragma unroll
-      for (int phase = 0; phase < DILATION; ++phase) {
+        const Gate gate = now.gates[phase];
         float result[CONV_VECTOR];
         Column newest;
 #pragma unroll
         for (int i = 0; i < CONV_VECTOR; ++i) {
-          newest.n[i] = normed(values[phase].items[i], gate[phase].scale, gains.items[i]);
+          const ACTIVATION plain = now.values[phase].items[i];
+          newest.n[i] = normed(plain, gate.scale, gains.items[i]);
           float convolved = weights[0][i] * newest.n[i];
 #pragma unroll
           for (int j = 1; j < TAPS; ++j) convolved += weights[j][i] * past[phase][j - 1].n[i];
-          result[i] = to_float(stacked[phase].items[i]) + gate[phase].gate * to_float(values[phase].items[i]) + silu(convolved);
+          result[i] = to_float(now.stacked[phase].items[i]) + gate.gate * to_float(plain) + silu(convolved);
         }
         if (at.is_mine && token + phase < stop) store_vector(out + int64(token + phase) * WIDTH, result);
 #pragma unroll
         for (int j = TAPS - 2; j > 0; --j) past[phase][j] = past[phase][j - 1];
         past[phase][0] = newest;
       }
+      now = next;
     }
     token = stop;
   }
