@@ -16,23 +16,40 @@ static_assert(STREAMS == 4 && RANK % CHUNK == 0 && HIDDEN % 8 == 0, "whole tiles
 // Chunks of a token's low ranks by pairs change places in every other token: what is read together shares no bank.
 __device__ __forceinline__ int chunk_of(int chunk, int token) { return RANK % 64 ? chunk : chunk ^ token % 2; }
 
-__device__ __forceinline__ void copy_stage(bf16* stage, const bf16* lowrank, const bf16* normed, int64 first, int tokens) {
+// How a thread copies its part of a stage.
+struct Copies {
+  static constexpr int LOWRANK_ITEMS = ceil_div(STAGE * LOWRANK_VECTORS, THREADS);
+  static constexpr int ROWS = THREADS / COLUMN_VECTORS, TOKENS = ROWS / STREAMS;  // of one round over the normed streams
+  const bf16 *lowrank, *normed;  // of the first token
+  int lowrank_to[LOWRANK_ITEMS], normed_to, token;
+  bool has_columns;
+
+  __device__ __forceinline__ Copies(const bf16* lowrank_rows, const bf16* normed_rows) {
 #pragma unroll
-  for (int i = 0; i < ceil_div(STAGE * LOWRANK_VECTORS, THREADS); ++i) {
-    const int item = i * THREADS + threadIdx.x, token = item / LOWRANK_VECTORS, vector = item % LOWRANK_VECTORS;
-    const int to = token * RANK + chunk_of(vector / 4, token) * CHUNK + vector % 4 * 8;
-    if (token < STAGE && first + token < tokens) copy_async_16(stage + to, lowrank + first * RANK + item * 8);
+    for (int i = 0; i < LOWRANK_ITEMS; ++i) {
+      const int item = i * THREADS + threadIdx.x, row = item / LOWRANK_VECTORS, vector = item % LOWRANK_VECTORS;
+      lowrank_to[i] = row * RANK + chunk_of(vector / 4, row) * CHUNK + vector % 4 * 8;
+    }
+    const int place = threadIdx.x % COLUMN_VECTORS * 8, column = blockIdx.x * BLOCK_COLUMNS + place;
+    const int row = threadIdx.x / COLUMN_VECTORS;
+    token = row / STREAMS, has_columns = column < HIDDEN;
+    normed_to = STAGE * RANK + token * NORMED_STRIDE + row % STREAMS * BLOCK_COLUMNS + place;
+    lowrank = lowrank_rows + threadIdx.x * 8, normed = normed_rows + int64(row) * HIDDEN + column;
   }
-  const int place = threadIdx.x % COLUMN_VECTORS * 8, column = blockIdx.x * BLOCK_COLUMNS + place;
-  const int row = threadIdx.x / COLUMN_VECTORS;
-  const bf16* from = normed + (first * STREAMS + row) * HIDDEN + column;
-  bf16* to = stage + STAGE * RANK + row / STREAMS * NORMED_STRIDE + row % STREAMS * BLOCK_COLUMNS + place;
-  constexpr int ROWS = THREADS / COLUMN_VECTORS, TOKENS = ROWS / STREAMS;  // of one round
+  __device__ __forceinline__ void copy(bf16* stage, int64 first, int tokens) const {
+    const int left = tokens - first < STAGE ? int(tokens - first) : STAGE;
+    const bf16* from = lowrank + first * RANK;
 #pragma unroll
-  for (int i = 0; i < STAGE / TOKENS; ++i)
-    if (first + i * TOKENS + row / STREAMS < tokens && column < HIDDEN)
-      copy_async_16(to + i * TOKENS * NORMED_STRIDE, from + i * ROWS * HIDDEN);
-}
+    for (int i = 0; i < LOWRANK_ITEMS; ++i)
+      if (i * THREADS + int(threadIdx.x) < left * LOWRANK_VECTORS)
+        copy_async_16(stage + lowrank_to[i], from + i * THREADS * 8);
+    from = normed + first * (STREAMS * HIDDEN);
+#pragma unroll
+    for (int i = 0; i < STAGE / TOKENS; ++i)
+      if (has_columns && i * TOKENS + token < left)
+        copy_async_16(stage + normed_to + i * TOKENS * NORMED_STRIDE, from + i * ROWS * HIDDEN);
+  }
+};
 
 // Multiplies a stage: sums[n][0] are streams 0 and 1 of the lane's column for tokens 2 * part and the next one of tile n,
 // sums[n][1] streams 2 and 3.
@@ -118,9 +135,10 @@ hc_gate_mix_many_tokens(const bf16* lowrank, const bf16* up_weight, const bf16* 
   start_next();
   const int64 hop = int64(gridDim.y) * STAGE;
   int64 first = int64(blockIdx.y) * STAGE;
+  const Copies copies(lowrank, normed);
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
-    if (first + s * hop < tokens) copy_stage(stages + s * STAGE_ELEMENTS, lowrank, normed, first + s * hop, tokens);
+    if (first + s * hop < tokens) copies.copy(stages + s * STAGE_ELEMENTS, first + s * hop, tokens);
     commit_copies();
   }
   const bool is_late = warp >= WARPS / 2;  // a multiprocessor's scheduler has one warp of each half
@@ -129,14 +147,16 @@ hc_gate_mix_many_tokens(const bf16* lowrank, const bf16* up_weight, const bf16* 
   for (; first < tokens; first += hop, now = (now + 1) % STAGES) {
     wait_copies<1>();
     __syncthreads();  // also: everyone is done with the stage that is filled next
-    if (first + 2 * hop < tokens)
-      copy_stage(stages + (now + 2) % STAGES * STAGE_ELEMENTS, lowrank, normed, first + 2 * hop, tokens);
-    commit_copies();
     const bf16* stage = stages + now * STAGE_ELEMENTS;
-    if (is_late && first >= hop)
+    if (!is_late) multiply(weights, stage, sums);
+    if (first + 2 * hop < tokens)
+      copies.copy(stages + (now + 2) % STAGES * STAGE_ELEMENTS, first + 2 * hop, tokens);
+    commit_copies();
+    if (!is_late)
+      mix_stage(sums, stage, mixed, first, tokens);
+    else if (first >= hop)
       mix_stage(sums, stages + (now + STAGES - 1) % STAGES * STAGE_ELEMENTS, mixed, first - hop, tokens);
-    multiply(weights, stage, sums);
-    if (!is_late) mix_stage(sums, stage, mixed, first, tokens);
+    if (is_late) multiply(weights, stage, sums);
   }
   if (is_late && first >= hop)
     mix_stage(sums, stages + (now + STAGES - 1) % STAGES * STAGE_ELEMENTS, mixed, first - hop, tokens);
