@@ -10,6 +10,7 @@ from kernel_emulator import run_emulated
 from op_checks import as_tuple, clone, equal_bits, rms_error
 from torch import Tensor
 
+from qwen4exp_trt.plugins.hc_read import launch as hc_read_launch
 from qwen4exp_trt.plugins.kernels import Plan
 from qwen4exp_trt.plugins.registry import all_specs
 
@@ -52,6 +53,12 @@ def operands(op: str, tokens: int, sizes: tuple[int, int, int]) -> list[Any]:
     }
     spec = all_specs()[op]
     return [values[name] for name in (*(arg.name for arg in spec.inputs), *(attr.name for attr in spec.attrs))]
+
+
+def test_a_read_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams change inside a block's columns."""
+    monkeypatch.setattr(hc_read_launch, "_MANY_TOKENS", 75)
+    test_emulated_kernels_equal_the_body("hc_read", 75, (4, 64, 32))
 
 
 @pytest.mark.parametrize("op,tokens,sizes", SIZES)

@@ -116,6 +116,7 @@ def test_the_text_behind_chunks_is_the_same(demo: LLM) -> None:
         while sequence.finish_reason is None:
             core.step()
         texts.append(sequence.token_ids[DEMO_TOKENS:])
+    print(texts)
     assert len(texts[0]) == 32 and texts[1:] == texts[:1] * 2
 
 
@@ -128,7 +129,7 @@ RELEASED_CUTS = {
     "at the last token that sees all": [2051, 649],
     "behind it": [2052, 648],
 }
-RELEASED_BOUND = 0.05
+RELEASED_BOUND = 0.01
 
 
 def released_layers() -> ModelConfig:
@@ -154,5 +155,4 @@ def test_released_sizes_in_chunks(precision: str) -> None:
     whole = prefill(backend, token_ids, [RELEASED_TOKENS], stride=50)
     for name, chunks in RELEASED_CUTS.items():
         found = errors(whole, prefill(backend, token_ids, chunks, stride=50))
-        print(precision, name, found)
         assert max(found.values()) <= RELEASED_BOUND, (name, found)
