@@ -68,7 +68,8 @@ def _many_tokens(call: Call) -> Iterator[Launch]:
     tokens, streams, hidden, rank = (call.dims[name] for name in ("T", "HC", "H", "LR"))
     rows, dtype, threads = rank + streams, call["stack"].dtype, norm_threads(hidden, call["stack"].dtype)
     lowrank, scales = call.scratch(tokens, rank, dtype=dtype), call.scratch(tokens, streams)
-    weight = call.scratch(rows, streams * hidden, dtype=dtype)
+    # At least what the normed stack of the largest smaller step takes.
+    weight = call.scratch(max(rows, _MANY_TOKENS), streams * hidden, dtype=dtype)
     operands = [call[name] for name in ("stack", "y", "inject", "gain", "weight", "combined")]
     defines = (("HIDDEN", hidden), ("STREAMS", streams), ("ROWS", rows), ("BLOCK_THREADS", threads))
     yield Launch(

@@ -87,7 +87,7 @@ def plans(op: str, num_sms: int) -> list[Plan]:
     weights = {"gain": [width], "weight": [rank + hc_count, width], "up_weight": [width, rank]}
     spec, found = all_specs()[op], []
     dtypes = {arg.name: torch.float32 if arg.dtype == "float32" else torch.bfloat16 for arg in spec.inputs}
-    for tokens in (1, 2, 7, 8, 9, 16, 31, 32, 33, 63, 64, 65, 100, 700, 1024, 2047, 2048, 6000, 16384):
+    for tokens in (1, 2, 7, 8, 9, 16, 31, 32, 33, 63, 64, 65, 100, 700, 1023, 1024, 2047, 2048, 6000, 16384):
         operands = {arg.name: weights.get(arg.name) or [tokens, shapes[arg.name]] for arg in spec.inputs}
         attrs = {"hc_count": hc_count} if op == "hc_project" else {"eps": 1e-6}
         found.append(spec.plan(operands, dtypes, attrs, num_sms))
