@@ -52,6 +52,28 @@ __device__ __forceinline__ uint32 pack_bf16(float low, float high) {
 #endif
 }
 
+// The same of fp16, for operands that are bounded: eight times as exact as bf16. Above 65504 it is infinity.
+__device__ __forceinline__ uint32 pack_fp16(float low, float high) {
+#ifdef Q4E_EMULATE
+  return emulator::fp16_bits(low) | uint32(emulator::fp16_bits(high)) << 16;
+#else
+  uint32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#endif
+}
+__device__ __forceinline__ float2 unpack_fp16(uint32 pair) {
+#ifdef Q4E_EMULATE
+  return {emulator::fp16_value(pair), emulator::fp16_value(pair >> 16)};
+#else
+  float2 values;
+  asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(pair));
+  return values;
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ T from_float(float x);
 template <>
@@ -301,6 +323,20 @@ __device__ __forceinline__ void mma_16x8x16(float c[4], const uint32 a[4], const
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// The same of fp16 operands.
+__device__ __forceinline__ void mma_16x8x16_fp16(float c[4], const uint32 a[4], uint32 b_low, uint32 b_high) {
+#ifdef Q4E_EMULATE
+  const uint32 b[2] = {b_low, b_high};
+  emulator::mma_16x8x16<emulator::fp16_value>(c, a, b);
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
 #endif
 }
 
