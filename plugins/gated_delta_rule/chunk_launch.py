@@ -133,7 +133,15 @@ def _scan(call: Call, memory: _Memory, window: int, turn: int) -> Launch:
         _kernel(call, "scan", SHARED_BYTES=shared_bytes),
         grid=(min(parts, call.num_sms), 1, 1),
         threads=(_SLICE // _TILE + _ROWS // _TILE) * _WARP,
-        args=(*_operands(call, *names), *memory.prepared, call["out"], memory.norms, call.dims["B"], turn * window, window),
+        args=(
+            *_operands(call, *names),
+            *memory.prepared,
+            call["out"],
+            memory.norms,
+            call.dims["B"],
+            turn * window,
+            window,
+        ),
         shared_bytes=shared_bytes,
     )
 
@@ -145,5 +153,13 @@ def _finish(call: Call, memory: _Memory, window: int, turn: int, *, waits_first:
         _kernel(call, "finish", SILU_GATE=int(call.attrs["output_gate"] == "silu")),
         grid=(call.dims["HV"], window, 1),
         threads=256,
-        args=(*_operands(call, *names), memory.norms, call["out"], eps, call.dims["B"], turn * window, int(waits_first)),
+        args=(
+            *_operands(call, *names),
+            memory.norms,
+            call["out"],
+            eps,
+            call.dims["B"],
+            turn * window,
+            int(waits_first),
+        ),
     )
