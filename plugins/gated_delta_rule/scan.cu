@@ -52,26 +52,34 @@ struct Memory {
   }
 };
 
+// By the warps of the outputs, which have less to do.
 __device__ __forceinline__ void copy_chunk(Stage& stage, const Part& part, const Memory& memory, int chunk) {
-  const int place = part.place + chunk - part.from;
+  constexpr int THREADS = ROW_TILES * WARP, KEY_SEGMENTS = KEY_DIM / 8, SEGMENTS = SLICE / 8;
+  const int thread = threadIdx.x - STATE_WARPS * WARP, place = part.place + chunk - part.from;
   const uint16* keys = memory.prepared.keys_of(place, part.key_head());
-  for (int i = threadIdx.x; i < ROWS * KEY_DIM / 8; i += BLOCK)
-    copy_async_16(&stage.keys[i / (KEY_DIM / 8)][i % (KEY_DIM / 8) * 8], keys + i * 8);
-  const Tile* solve = memory.prepared.solve + memory.prepared.triangle_of(place, part.head);
-  for (int i = threadIdx.x; i < TRIANGLE * WARP; i += BLOCK) copy_async_16(&stage.solve[0][0] + i, solve + i);
-  const float* decays = memory.prepared.decays_of(place, part.head);
-  if (threadIdx.x < 2 * ROWS / 4) copy_async_16(&stage.decays[0][0] + threadIdx.x * 4, decays + threadIdx.x * 4);
-  constexpr int SEGMENTS = SLICE / 8;
-  for (int i = threadIdx.x; i < ROWS * SEGMENTS; i += BLOCK) {
-    const int row = chunk * ROWS + i / SEGMENTS, place = part.column() + i % SEGMENTS * 8;
-    const bool exists = row < part.sequence.rows();
-    const ACTIVATION* from = memory.conv_out;
-    if (row < part.sequence.pending)
-      from = memory.draft_rows + part.sequence.draft(row) + KEY_WIDTH + place;
-    else if (exists)
-      from += part.sequence.token(row) * CONV_WIDTH + 2 * KEY_WIDTH + place;
-    copy_async_16(&stage.values[i / SEGMENTS][i % SEGMENTS * 8], from, exists);
+#pragma unroll
+  for (int round = 0; round < ROWS * KEY_SEGMENTS / THREADS; ++round) {
+    const int i = round * THREADS + thread;
+    copy_async_16(&stage.keys[i / KEY_SEGMENTS][i % KEY_SEGMENTS * 8], keys + i * 8);
   }
+  const Tile* solve = memory.prepared.solve + memory.prepared.triangle_of(place, part.head);
+#pragma unroll
+  for (int round = 0; round < ceil_div(TRIANGLE * WARP, THREADS); ++round) {
+    const int i = round * THREADS + thread;
+    if (i < TRIANGLE * WARP) copy_async_16(&stage.solve[0][0] + i, solve + i);
+  }
+  const float* decays = memory.prepared.decays_of(place, part.head);
+  if (thread < 2 * ROWS / 4) copy_async_16(&stage.decays[0][0] + thread * 4, decays + thread * 4);
+  const int first = chunk * ROWS + thread / SEGMENTS, column = part.column() + thread % SEGMENTS * 8;
+  ACTIVATION* to = &stage.values[thread / SEGMENTS][thread % SEGMENTS * 8];
+  const ACTIVATION* from = memory.conv_out + part.sequence.token(first) * CONV_WIDTH + 2 * KEY_WIDTH + column;
+#pragma unroll
+  for (int row = 0; row < ROWS; row += THREADS / SEGMENTS) {
+    const bool exists = part.sequence.is_new(first + row);
+    copy_async_16(to + row * SLICE_PITCH, exists ? from + int64(row) * CONV_WIDTH : memory.conv_out, exists);
+  }
+  if (first < part.sequence.pending)  // of which there are fewer than rows that are copied at once
+    copy_async_16(to, memory.draft_rows + part.sequence.draft(first) + KEY_WIDTH + column);
   commit_copies();
 }
 
@@ -84,11 +92,11 @@ struct State {
     const int lane = threadIdx.x % WARP;
     return (8 * n + 2 * (lane % 4) + i % 2) * VALUE_DIM + lane / 4 + i / 2 * 8;
   }
-  __device__ __forceinline__ void load(const float* from, float scale, bool exists) {
+  __device__ __forceinline__ void load(const float* from, float scale) {
 #pragma unroll
     for (int n = 0; n < 2 * KEY_TILES; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[n][i] = exists ? from[place(n, i)] * scale : 0.f;
+      for (int i = 0; i < 4; ++i) sums[n][i] = from[place(n, i)] * scale;
   }
   __device__ __forceinline__ void store(float* to, float scale) const {
 #pragma unroll
@@ -97,12 +105,12 @@ struct State {
       for (int i = 0; i < 4; ++i) to[place(n, i)] = sums[n][i] * scale;
   }
   __device__ __forceinline__ bool is_finite() const {
-    bool finite = true;
+    float sum = 0.f;  // of zeros, or NaN
 #pragma unroll
     for (int n = 0; n < 2 * KEY_TILES; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) finite = finite && fabsf(sums[n][i]) < -negative_infinity();
-    return finite;
+      for (int i = 0; i < 4; ++i) sum += 0.f * sums[n][i];
+    return sum == 0.f;
   }
 };
 
@@ -182,8 +190,8 @@ __device__ __forceinline__ bool scan_states(Shared& shared, const Part& part, co
   const int lane = threadIdx.x % WARP, column = threadIdx.x / WARP * TILE;
   float* recurrent = memory.recurrent_state + (int64(part.sequence.sequence.slot) * V_HEADS + part.head) *
                      (KEY_DIM * VALUE_DIM) + part.slice * SLICE + column;
-  State state;
-  state.load(recurrent, part.scale, part.from > 0 || part.sequence.sequence.context > 0);
+  State state = {};
+  if (part.from > 0 || part.sequence.sequence.context > 0) state.load(recurrent, part.scale);
 #pragma unroll 1
   for (int chunk = part.from; chunk < part.to; ++chunk) {
     const Stage& stage = shared.stages[chunk % 2];
@@ -191,9 +199,7 @@ __device__ __forceinline__ bool scan_states(Shared& shared, const Part& part, co
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n)
       before[n] = keep_tile(state.sums + 2 * n, &shared.state[column][TILE * n], KEY_PITCH);
-    wait_copies<0>();
     __syncthreads();
-    if (chunk + 1 < part.to) copy_chunk(shared.stages[(chunk + 1) % 2], part, memory, chunk + 1);
     read_state(errors, before, stage, part.scale);
     float deltas[2 * ROW_TILES][4] = {};
 #pragma unroll
@@ -246,6 +252,7 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Part& part, c
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n) queries[n] = from[(tile * KEY_TILES + n) * WARP + lane];
   };
+  copy_chunk(shared.stages[part.from % 2], part, memory, part.from);
   load_queries(part.from);
 #pragma unroll 1
   for (int chunk = part.from; chunk < part.to; ++chunk) {
@@ -306,7 +313,6 @@ scan(const ACTIVATION* conv_out, const ACTIVATION* draft_rows, float* recurrent_
     if (part.from >= part.to) continue;  // the window has nothing of it but a chunk that would hold more rows to replay
     bool finite = false;
     for (part.scale = 1.f; !finite && part.scale >= SMALLEST * SMALLER; part.scale *= SMALLER) {
-      copy_chunk(shared.stages[part.from % 2], part, pointers, part.from);
       finite = threadIdx.x / WARP < STATE_WARPS ? scan_states(shared, part, pointers) : scan_outputs(shared, part, pointers);
     }
     const int context = sequence.sequence.context;
