@@ -42,7 +42,7 @@ def turn_chunks(call: Call) -> int:
 
 
 def _target(call: Call) -> int:
-    return max(call.num_sms // 8, 4)
+    return max(call.num_sms // 8, 2)
 
 
 def _most_chunks(call: Call) -> int:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 SPEC = all_specs()["gated_delta_rule"]
 HK, HV, K, V, DRAFTS = 16, 48, 128, 128, 8
 CONV_WIDTH, VALUE_WIDTH = 2 * HK * K + HV * V, HV * V
-STATE_TOLERANCE = 5e-4
+STATE_TOLERANCE = 1e-3
 """Operands of tensor cores are rounded to 11 bits; nothing is rounded to BF16 but the output."""
 
 Operands = dict[str, Any]
