@@ -344,9 +344,10 @@ __device__ __forceinline__ void mma_16x8x16_fp16(float c[4], const uint32 a[4], 
 // values[i] are columns 2t, 2t + 1 of row g of matrix i: A or B operands of `mma_16x8x16`.
 __device__ __forceinline__ void load_matrices(uint32 values[4], const void* row) {
 #ifdef Q4E_EMULATE
+  const auto rows = emulator::exchange(row).first;
   const int lane = threadIdx.x % WARP;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) values[i] = __shfl_sync(FULL_MASK, static_cast<const uint32*>(row), 8 * i + lane / 4)[lane % 4];
+  for (int i = 0; i < 4; ++i)
+    values[i] = static_cast<const uint32*>(emulator::from_lane<const void*>(rows, 8 * i + lane / 4))[lane % 4];
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
@@ -357,13 +358,14 @@ __device__ __forceinline__ void load_matrices(uint32 values[4], const void* row)
 // The same of the transposed matrices: values[i] are rows 2t, 2t + 1 of column g of matrix i.
 __device__ __forceinline__ void load_matrices_transposed(uint32 values[4], const void* row) {
 #ifdef Q4E_EMULATE
+  const auto rows = emulator::exchange(row).first;
   const int lane = threadIdx.x % WARP;
-#pragma unroll
   for (int i = 0; i < 4; ++i) {
-    uint32 pair = 0;
-    for (int half = 0; half < 2; ++half)
-      pair |= uint32(__shfl_sync(FULL_MASK, static_cast<const uint16*>(row), 8 * i + lane % 4 * 2 + half)[lane / 4]) << 16 * half;
-    values[i] = pair;
+    values[i] = 0;
+    for (int half = 0; half < 2; ++half) {
+      const auto from = emulator::from_lane<const void*>(rows, 8 * i + lane % 4 * 2 + half);
+      values[i] |= uint32(static_cast<const uint16*>(from)[lane / 4]) << 16 * half;
+    }
   }
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
