@@ -23,14 +23,19 @@ constexpr int PAD = 8;  // values behind a row in shared memory, so that those o
 // Where tile (i, j <= i) of a lower triangle is.
 __device__ __forceinline__ constexpr int triangle(int i, int j) { return i * (i + 1) / 2 + j; }
 
-// What a lane has of 16 x 16 values: an A operand. Its pairs x, z and y, w are the two B operands of its transpose.
+// What a lane has of 16 x 16 values: an A operand.
 using Tile = uint4;
+// The two B operands, x y and z w, of the transpose of 16 x 16 values: a Tile with y and z exchanged. Each of them has to be
+// a pair of registers, so it is loaded as such.
+struct Pairs {
+  Tile tile;
+};
 
 // What `prepare` leaves for the scan. Tiles are operands in the order of a warp's lanes.
 struct Prepared {
   uint16* keys;   // [chunks, K_HEADS, ROWS, KEY_DIM], normalized
   Tile* queries;  // [chunks, K_HEADS, ROW_TILES, KEY_TILES, WARP], normalized, not scaled
-  Tile* solve;    // [chunks, V_HEADS, TRIANGLE, WARP]
+  Pairs* solve;   // [chunks, V_HEADS, TRIANGLE, WARP]
   Tile* scores;   // [chunks, V_HEADS, TRIANGLE, WARP]
   float* decays;  // [chunks, V_HEADS, 2, ROWS]: G_j; G_last / G_j
 
@@ -117,24 +122,36 @@ __device__ __forceinline__ Tile pack_tile(const float (*sums)[4]) {
           pack_fp16(sums[1][2], sums[1][3])};
 }
 
+__device__ __forceinline__ Pairs as_pairs(const Tile& tile) { return {{tile.x, tile.z, tile.y, tile.w}}; }
+
 // sums[16 x 16] += a b^T
-__device__ __forceinline__ void multiply_transposed(float (*sums)[4], const Tile& a, const Tile& b) {
+__device__ __forceinline__ void multiply_transposed(float (*sums)[4], const Tile& a, const Pairs& b) {
   const uint32 words[4] = {a.x, a.y, a.z, a.w};
-  mma_16x8x16_fp16(sums[0], words, b.x, b.z);
-  mma_16x8x16_fp16(sums[1], words, b.y, b.w);
+  mma_16x8x16_fp16(sums[0], words, b.tile.x, b.tile.y);
+  mma_16x8x16_fp16(sums[1], words, b.tile.z, b.tile.w);
 }
 
-// The tile whose first value is at `first` in shared memory, rows `pitch` apart.
-__device__ __forceinline__ Tile load_tile(const uint16* first, int pitch) {
-  const int lane = threadIdx.x % WARP;
+// Values in shared memory, rows `pitch` apart, from `first` on: as they are or their transpose.
+template <bool IS_TRANSPOSED>
+__device__ __forceinline__ Tile load_matrices_of(const uint16* first, int pitch, bool rows_first) {
+  const int lane = threadIdx.x % WARP, low = lane % 16, high = lane / 16 * 8;
+  const int row = rows_first ? low : high + lane % 8, column = rows_first ? high : low / 8 * 8;
   uint32 words[4];
-  load_matrices(words, first + lane % 16 * pitch + lane / 16 * 8);
+  if constexpr (IS_TRANSPOSED)
+    load_matrices_transposed(words, first + row * pitch + column);
+  else
+    load_matrices(words, first + row * pitch + column);
   return {words[0], words[1], words[2], words[3]};
 }
-// The transpose of such a tile.
+__device__ __forceinline__ Tile load_tile(const uint16* first, int pitch) {
+  return load_matrices_of<false>(first, pitch, true);
+}
 __device__ __forceinline__ Tile load_tile_transposed(const uint16* first, int pitch) {
-  const int lane = threadIdx.x % WARP;
-  uint32 words[4];
-  load_matrices_transposed(words, first + (lane / 16 * 8 + lane % 8) * pitch + lane / 8 % 2 * 8);
-  return {words[0], words[1], words[2], words[3]};
+  return load_matrices_of<true>(first, pitch, false);
+}
+__device__ __forceinline__ Pairs load_pairs(const uint16* first, int pitch) {
+  return {load_matrices_of<false>(first, pitch, false)};
+}
+__device__ __forceinline__ Pairs load_pairs_transposed(const uint16* first, int pitch) {
+  return {load_matrices_of<true>(first, pitch, true)};
 }

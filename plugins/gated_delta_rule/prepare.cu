@@ -11,7 +11,7 @@ static_assert(SEGMENTS <= WARP && (SEGMENTS & (SEGMENTS - 1)) == 0, "a row is a 
 
 struct Shared {
   uint16 rows[2][ROWS][KEY_DIM + PAD];        // normalized keys, queries
-  Tile below[REPEATS][TRIANGLE][WARP];        // tiles of A below the diagonal, transposed
+  Pairs below[REPEATS][TRIANGLE][WARP];        // tiles of A below the diagonal, transposed
   float diagonal[REPEATS][ROW_TILES][TILE][TILE + 4];
   uint16 inverse[REPEATS][ROW_TILES][TILE][TILE + PAD];  // of 1 + those, transposed
   float decay[REPEATS][ROWS];                 // log2 of G_j
@@ -104,8 +104,8 @@ __device__ __forceinline__ void multiply_tile(Shared& shared, int i, int j, int 
     const Tile query = load_tile(&shared.rows[1][TILE * i][TILE * step], KEY_DIM + PAD);
     const Tile later = load_tile(&shared.rows[0][TILE * i][TILE * step], KEY_DIM + PAD);
     const Tile earlier = load_tile(&shared.rows[0][TILE * j][TILE * step], KEY_DIM + PAD);
-    multiply_transposed(qk, query, earlier);
-    multiply_transposed(kk, earlier, later);
+    multiply_transposed(qk, query, as_pairs(earlier));
+    multiply_transposed(kk, earlier, as_pairs(later));
     if (i == j) prepared.queries_of(place, key_head)[(i * KEY_TILES + step) * WARP + lane] = query;
   }
 #pragma unroll 1
@@ -126,7 +126,7 @@ __device__ __forceinline__ void multiply_tile(Shared& shared, int i, int j, int 
       }
     const int head = key_head * REPEATS + repeat;
     prepared.scores[prepared.triangle_of(place, head) + triangle(i, j) * WARP + lane] = pack_tile(scores);
-    if (i > j) shared.below[repeat][triangle(i, j)][lane] = pack_tile(below);
+    if (i > j) shared.below[repeat][triangle(i, j)][lane] = as_pairs(pack_tile(below));
   }
 }
 
@@ -149,7 +149,7 @@ __device__ __forceinline__ void invert_column(const float (*tile)[TILE + 4], int
 }
 
 // Row `i` of tiles of (1 + A)^-1, from the diagonal to the left: T_ij = -(sum_{j<m<=i} T_im A_mj) (1 + A_jj)^-1.
-__device__ __forceinline__ void solve_row(const Shared& shared, int repeat, int i, Tile* solve) {
+__device__ __forceinline__ void solve_row(const Shared& shared, int repeat, int i, Pairs* solve) {
   const int lane = threadIdx.x % WARP;
   Tile row[ROW_TILES];
 #pragma unroll
@@ -162,7 +162,7 @@ __device__ __forceinline__ void solve_row(const Shared& shared, int repeat, int 
 #pragma unroll
       for (int m = ROW_TILES - 1; m > j; --m)
         if (m <= i) multiply_transposed(sums, row[m], shared.below[repeat][triangle(m, j)][lane]);
-      multiply_transposed(product, pack_tile(sums), load_tile(&shared.inverse[repeat][j][0][0], TILE + PAD));
+      multiply_transposed(product, pack_tile(sums), load_pairs(&shared.inverse[repeat][j][0][0], TILE + PAD));
 #pragma unroll
       for (int c = 0; c < 8; ++c) product[c / 4][c % 4] = -product[c / 4][c % 4];
       row[j] = pack_tile(product);
@@ -175,14 +175,14 @@ __device__ __forceinline__ void solve_row(const Shared& shared, int repeat, int 
       const float* beta = &shared.beta[repeat][TILE * j + word / 2 * 8 + 2 * (lane % 4)];
       scaled[word] = pack_fp16(values.x * beta[0], values.y * beta[1]);
     }
-    solve[triangle(i, j) * WARP + lane] = {scaled[0], scaled[1], scaled[2], scaled[3]};
+    solve[triangle(i, j) * WARP + lane] = {{scaled[0], scaled[2], scaled[1], scaled[3]}};
   }
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
 prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_log, const ACTIVATION* dt_bias,
         const ACTIVATION* draft_rows, const int* committed_len, const int* query_start_loc, const int* seq_lens,
-        const int* slot_ids, const int* num_seqs, uint16* keys, Tile* queries, Tile* solve, Tile* scores, float* decays,
+        const int* slot_ids, const int* num_seqs, uint16* keys, Tile* queries, Pairs* solve, Tile* scores, float* decays,
         int batch_size, int from_chunk, int waits_first) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;

@@ -16,7 +16,7 @@ constexpr float TINY = 1e-30f, SMALLER = 0x1p-24f, SMALLEST = 0x1p-100f;
 // What a chunk brings along.
 struct Stage {
   uint16 keys[ROWS][KEY_PITCH];
-  Tile solve[TRIANGLE][WARP];
+  Pairs solve[TRIANGLE][WARP];
   ACTIVATION values[ROWS][SLICE_PITCH];
   float decays[2][ROWS];
 };
@@ -62,7 +62,7 @@ __device__ __forceinline__ void copy_chunk(Stage& stage, const Part& part, const
     const int i = round * THREADS + thread;
     copy_async_16(&stage.keys[i / KEY_SEGMENTS][i % KEY_SEGMENTS * 8], keys + i * 8);
   }
-  const Tile* solve = memory.prepared.solve + memory.prepared.triangle_of(place, part.head);
+  const Pairs* solve = memory.prepared.solve + memory.prepared.triangle_of(place, part.head);
 #pragma unroll
   for (int round = 0; round < ceil_div(TRIANGLE * WARP, THREADS); ++round) {
     const int i = round * THREADS + thread;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void read_state(Tile (&errors)[ROW_TILES], const Tile
   for (int n = 0; n < KEY_TILES; ++n)
 #pragma unroll
     for (int row = 0; row < ROW_TILES; ++row)
-      multiply_transposed(reads + 2 * row, before[n], load_tile(&stage.keys[TILE * row][TILE * n], KEY_PITCH));
+      multiply_transposed(reads + 2 * row, before[n], load_pairs(&stage.keys[TILE * row][TILE * n], KEY_PITCH));
 #pragma unroll
   for (int row = 0; row < ROW_TILES; ++row) {
     const auto* first = reinterpret_cast<const uint16*>(&stage.values[TILE * row][column]);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void advance_state(State& state, float (&deltas)[2 * 
     const Tile scaled = pack_tile(deltas + 2 * row);
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n) {
-      const Tile keys = load_tile_transposed(&stage.keys[TILE * row][TILE * n], KEY_PITCH);
+      const Pairs keys = load_pairs_transposed(&stage.keys[TILE * row][TILE * n], KEY_PITCH);
       multiply_transposed(state.sums + 2 * n, scaled, keys);
     }
   }
@@ -269,7 +269,7 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Part& part, c
     for (int n = 0; n < KEY_TILES; ++n)
 #pragma unroll
       for (int column = 0; column < SLICE / TILE; ++column)
-        multiply_transposed(sums + 2 * column, queries[n], load_tile(&shared.state[TILE * column][TILE * n], KEY_PITCH));
+        multiply_transposed(sums + 2 * column, queries[n], load_pairs(&shared.state[TILE * column][TILE * n], KEY_PITCH));
     if (chunk + 1 < part.to) load_queries(chunk + 1);
     const float* decays = stage.decays[0] + tile * TILE + lane / 4;
     const float factors[2] = {decays[0] * rsqrtf(float(KEY_DIM)), decays[8] * rsqrtf(float(KEY_DIM))};
@@ -283,7 +283,7 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Part& part, c
       if (j > tile) break;
 #pragma unroll
       for (int column = 0; column < SLICE / TILE; ++column)
-        multiply_transposed(sums + 2 * column, scores[j], load_tile(&shared.deltas[TILE * column][TILE * j], ROW_PITCH));
+        multiply_transposed(sums + 2 * column, scores[j], load_pairs(&shared.deltas[TILE * column][TILE * j], ROW_PITCH));
     }
     store_outputs(sums, part, memory, chunk);
   }
@@ -293,7 +293,7 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Part& part, c
 extern "C" __global__ void __launch_bounds__(BLOCK)
 scan(const ACTIVATION* conv_out, const ACTIVATION* draft_rows, float* recurrent_state, int* committed_len,
      const int* query_start_loc, const int* seq_lens, const int* slot_ids, const int* num_seqs, uint16* keys,
-     Tile* queries, Tile* solve, Tile* scores, float* decays, uint16* out, float* norms, int batch_size, int from_chunk,
+     Tile* queries, Pairs* solve, Tile* scores, float* decays, uint16* out, float* norms, int batch_size, int from_chunk,
      int window) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
