@@ -115,7 +115,7 @@ def _prepare(call: Call, memory: _Memory, window: int, turn: int) -> Launch:
     shared_bytes += tiles * _TILE * (4 * (_TILE + 4) + 2 * (_TILE + _PAD)) + 8 * repeats * _ROWS
     names = ("conv_out", "ba", "A_log", "dt_bias", "draft_rows", "committed_len", *_BATCH)
     return Launch(
-        _kernel(call, "prepare", SHARED_BYTES=shared_bytes),
+        _kernel(call, "prepare", SHARED_BYTES=shared_bytes, MIN_BLOCKS=3),
         grid=(k_heads, window, 1),
         threads=_TRIANGLE * _WARP,
         args=(*_operands(call, *names), *memory.prepared, call.dims["B"], turn * window, int(turn == 0)),

@@ -65,7 +65,6 @@ struct Batch {
 // A long sequence of the step.
 struct LongSequence {
   PackedSequence sequence;
-  int2 lengths;  // its committed_len
   int pending;   // rows to replay
   int first;     // its first chunk
 
@@ -105,9 +104,9 @@ __device__ __forceinline__ bool locate_chunks(int from, int to, int rank, const 
       const int owner = __ffs(int(owners)) - 1;
       found.sequence = batch.sequence(start + owner);
       found.first = __shfl_sync(FULL_MASK, end - count, owner);
-      found.lengths = *reinterpret_cast<const int2*>(batch.committed_len + 2 * found.sequence.slot);
+      const int2 lengths = *reinterpret_cast<const int2*>(batch.committed_len + 2 * found.sequence.slot);
       const int context = found.sequence.context;
-      found.pending = context > 0 ? min(context - held_length(found.lengths, context), DRAFTS - 1) : 0;
+      found.pending = context > 0 ? min(context - held_length(lengths, context), DRAFTS - 1) : 0;
       return true;
     }
     rank -= __popc(owners);

@@ -179,7 +179,7 @@ __device__ __forceinline__ void solve_row(const Shared& shared, int repeat, int 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_log, const ACTIVATION* dt_bias,
         const ACTIVATION* draft_rows, const int* committed_len, const int* query_start_loc, const int* seq_lens,
         const int* slot_ids, const int* num_seqs, uint16* keys, Tile* queries, Pairs* solve, Tile* scores, float* decays,

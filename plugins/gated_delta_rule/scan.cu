@@ -87,22 +87,24 @@ __device__ __forceinline__ void copy_chunk(Stage& stage, const Part& part, const
 struct State {
   float sums[2 * KEY_TILES][4];
 
-  // The element i of sums n in memory.
-  __device__ __forceinline__ static int64 place(int n, int i) {
-    const int lane = threadIdx.x % WARP;
-    return (8 * n + 2 * (lane % 4) + i % 2) * VALUE_DIM + lane / 4 + i / 2 * 8;
+  // In memory: the lane's first element, and how far element i of sums n is from it.
+  __device__ __forceinline__ static int first() { return threadIdx.x % 4 * 2 * VALUE_DIM + threadIdx.x % WARP / 4; }
+  __device__ __forceinline__ static constexpr int offset(int n, int i) {
+    return (8 * n + i % 2) * VALUE_DIM + i / 2 * 8;
   }
   __device__ __forceinline__ void load(const float* from, float scale) {
+    from += first();
 #pragma unroll
     for (int n = 0; n < 2 * KEY_TILES; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[n][i] = from[place(n, i)] * scale;
+      for (int i = 0; i < 4; ++i) sums[n][i] = from[offset(n, i)] * scale;
   }
   __device__ __forceinline__ void store(float* to, float scale) const {
+    to += first();
 #pragma unroll
     for (int n = 0; n < 2 * KEY_TILES; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) to[place(n, i)] = sums[n][i] * scale;
+      for (int i = 0; i < 4; ++i) to[offset(n, i)] = sums[n][i] * scale;
   }
   __device__ __forceinline__ bool is_finite() const {
     float sum = 0.f;  // of zeros, or NaN
@@ -311,13 +313,15 @@ scan(const ACTIVATION* conv_out, const ACTIVATION* draft_rows, float* recurrent_
     part.to = min(from_chunk + window - sequence.first, sequence.chunks());
     part.place = sequence.first + part.from - from_chunk;
     if (part.from >= part.to) continue;  // the window has nothing of it but a chunk that would hold more rows to replay
+    if (part.head == 0 && part.slice == 0 && part.to == sequence.chunks() && threadIdx.x == 0) {
+      int* lengths = committed_len + 2 * sequence.sequence.slot;
+      const int context = sequence.sequence.context;
+      store_length(lengths, *reinterpret_cast<const int2*>(lengths), context - sequence.pending, context,
+                   context + sequence.sequence.length);
+    }
     bool finite = false;
     for (part.scale = 1.f; !finite && part.scale >= SMALLEST * SMALLER; part.scale *= SMALLER) {
       finite = threadIdx.x / WARP < STATE_WARPS ? scan_states(shared, part, pointers) : scan_outputs(shared, part, pointers);
     }
-    const int context = sequence.sequence.context;
-    if (part.head == 0 && part.slice == 0 && part.to == sequence.chunks() && threadIdx.x == 0)
-      store_length(committed_len + 2 * sequence.sequence.slot, sequence.lengths, context - sequence.pending, context,
-                   context + sequence.sequence.length);
   }
 }
