@@ -1,7 +1,7 @@
 """flash-linear-attention's kernels of the gated delta rule, without the gated norm behind it.
 
-Of one row: recurrence, gates and L2 norms. Of many: the chunked rule on keys and gates that are ready, and with their norms
-and gates.
+Of one row: recurrence, gates and L2 norms. Of many: the chunked rule on keys and gates that are ready, and with their
+norms and gates.
 """
 
 from __future__ import annotations
