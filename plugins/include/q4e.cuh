@@ -206,6 +206,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 #endif
 }
+// To 5e-4 of its value, by one instruction.
+__device__ __forceinline__ float tanh_approx(float x) {
+#ifdef Q4E_EMULATE
+  return tanhf(x);
+#else
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 // log(1 + exp(x)), as torch: x itself above 20.
