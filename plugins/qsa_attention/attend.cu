@@ -3,7 +3,7 @@
 // shared memory between; only scores pass through it. A warp computes the scores of 8 of a tile's 32 tokens for all
 // heads, and then 64 columns of the output over all tokens.
 // Macros: HEAD_DIM (a multiple of 8), HQ, HKV, RATIO, PAGE, CACHE: bf16 or e4m3, IS_SPLIT: whether `merge`
-// follows, PREFETCH: whether rows of tiles ahead are brought into L2.
+// follows, PREFETCH: whether rows of tiles ahead are brought into L2, BESIDE_TILES: whether some rows are in tiles.
 #include "qsa_attention/selection.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP, HEADS = 16;
@@ -225,7 +225,7 @@ __device__ __forceinline__ void store(const Accumulator& total, int64 head, int 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* kv_cache, const int* query_start_loc,
        const int* seq_lens, const int* block_table, const int* num_seqs, float* partial_out, float2* partial_sums,
-       bf16* out, int num_groups, int batch_size, int max_blocks, float score_scale) {
+       bf16* out, const uint8* is_in_tile, int num_groups, int batch_size, int max_blocks, float score_scale) {
   __shared__ uint4 queries[HEADS][Q_STRIDE];
   __shared__ __align__(16) float scores[2][HEADS][SCORE_STRIDE];
   const int token = blockIdx.x / (HKV * HEAD_TILES), unit = blockIdx.x % (HKV * HEAD_TILES);
@@ -233,6 +233,13 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
   const int count = min(HEADS, (kv_head + 1) * GROUP - first_head);
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const CACHE* cache = kv_cache + kv_head * HEAD_DIM;
+#if BESIDE_TILES
+  // `attend_tiles` started this kernel when all before it was done.
+  if (is_in_tile[token]) {
+    wait_for_previous();
+    return;
+  }
+#endif
 
   // `prepare` started this kernel when all before `prepare` was done. So in front of the wait all may be read but
   // the rows of the step's new tokens.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, c_type
+from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, ScratchRef, c_type
 
 GROUPS = 16
 """Groups of an item of the scores, which share a best score, as in score.cuh and select.cu."""
@@ -21,6 +21,11 @@ SCORES_PER_THREAD = 16
 """Scores that a block of the choice holds, for each of its threads, as in select.cu."""
 CANDIDATE_BYTES = 160
 """Shared memory of the choice's candidates, for each of its threads, as in select.cu."""
+FEWEST_ROWS_PER_SEQUENCE = 16
+"""On average, from which on rows are scored in tiles."""
+TILED_ROWS, TILED_THREADS, TILED_BLOCKS = 64, 256, 4
+"""Rows of a tile, as in score_tiles.cu, and blocks that each multiprocessor gets if there are enough groups."""
+TILED_CHUNK, TILED_STAGES = 64, 3
 SCRATCH_BYTES = 128 << 20
 """Of scores. The rows of a larger step are worked on in turns."""
 
@@ -36,7 +41,6 @@ def launches(call: Call) -> Iterator[Launch]:
     needs_scores = max_groups > count
     scratch = call.scratch(scratch_bytes if needs_scores else 0, dtype=torch.uint8)
     rows_at_once = max(1, scratch_bytes // (4 * row_stride)) if needs_scores else tokens
-    score = _score_kernel(call, heads, ratio, count)
     least, most = SELECT_THREADS
     threads = min(max(1 << (-(-max_groups // SCORES_PER_THREAD) - 1).bit_length(), least), most)
     defines = (("RATIO", ratio), ("COUNT", count), ("BLOCK_THREADS", threads), ("SCORED", int(needs_scores)))
@@ -44,19 +48,7 @@ def launches(call: Call) -> Iterator[Launch]:
     for first in range(0, tokens, rows_at_once):
         rows = min(rows_at_once, tokens - first)
         if needs_scores:
-            # One multiprocessor is left to a block of the choice, which is then in place when the scores are.
-            blocks = min(SCORE_BLOCKS * max(call.num_sms - 1, 1), (batch_size + rows // TILE_ROWS) * max_items)
-            yield Launch(
-                score,
-                grid=(blocks, 1, 1),
-                threads=SCORE_THREADS,
-                args=(
-                    *(call[name] for name in ("index_q", "index_k_cache", "query_start_loc", "seq_lens")),
-                    *(call["block_table"], call["num_seqs"], scratch, first, rows),
-                    *(row_stride, max_items, dims["MB"], batch_size),
-                ),
-                shared_bytes=4 * (batch_size + 1),
-            )
+            yield _score_launch(call, heads, scratch, first, rows, (row_stride, max_items))
         yield Launch(
             select,
             grid=(rows, 1, 1),
@@ -84,11 +76,39 @@ def _heads(call: Call) -> int:
     return heads
 
 
-def _score_kernel(call: Call, heads: int, ratio: int, count: int) -> Kernel:
-    dtype = call["index_q"].dtype
-    name = "score_bf16" if dtype == torch.bfloat16 else "score_f32"
+def _score_launch(
+    call: Call, heads: int, scratch: ScratchRef, first: int, rows: int, layout: tuple[int, int]
+) -> Launch:
+    """Scores of ``rows`` rows from ``first`` on, with ``layout`` the stride of a row's and how many items it has."""
+    dims, dtype, batch_size = call.dims, call["index_q"].dtype, call.dims["B"]
     defines = (
-        *(("ACTIVATION", c_type(dtype)), ("HEADS", heads), ("DIM", call.dims["D"]), ("RATIO", ratio)),
-        *(("PAGE", call.dims["G"]), ("COUNT", count), ("TILE_ROWS", TILE_ROWS), ("BLOCK_THREADS", SCORE_THREADS)),
+        *(("HEADS", heads), ("DIM", dims["D"]), ("RATIO", call.attrs["compress_ratio"]), ("PAGE", dims["G"])),
+        ("COUNT", call.attrs["budget"] // call.attrs["compress_ratio"]),
     )
-    return Kernel(f"qsa_select/{name}.cu", name, defines)
+    args = (
+        *(call[name] for name in ("index_q", "index_k_cache", "query_start_loc", "seq_lens")),
+        *(call["block_table"], call["num_seqs"], scratch, first, rows),
+        *(*layout, dims["MB"], batch_size),
+    )
+    takes_dims = dtype == torch.bfloat16 and heads <= 4 and dims["D"] % 16 == 0 and dims["D"] <= 128
+    if takes_dims and dims["T"] >= FEWEST_ROWS_PER_SEQUENCE * batch_size:
+        tiles, chunks = rows // TILED_ROWS + batch_size, -(-dims["MB"] * dims["G"] // TILED_CHUNK)
+        parts = min(-(-call.num_sms * TILED_BLOCKS // tiles), chunks)
+        return Launch(
+            Kernel("qsa_select/score_tiles.cu", "score_tiles", defines),
+            grid=(tiles, parts, 1),
+            threads=TILED_THREADS,
+            args=args,
+            shared_bytes=TILED_STAGES * TILED_CHUNK * -(-dims["D"] // 64) * 128,
+        )
+    name = "score_bf16" if dtype == torch.bfloat16 else "score_f32"
+    defines = (("ACTIVATION", c_type(dtype)), *defines, ("TILE_ROWS", TILE_ROWS), ("BLOCK_THREADS", SCORE_THREADS))
+    # One multiprocessor is left to a block of the choice, which is then in place when the scores are.
+    blocks = min(SCORE_BLOCKS * max(call.num_sms - 1, 1), (batch_size + rows // TILE_ROWS) * layout[1])
+    return Launch(
+        Kernel(f"qsa_select/{name}.cu", name, defines),
+        grid=(blocks, 1, 1),
+        threads=SCORE_THREADS,
+        args=args,
+        shared_bytes=4 * (batch_size + 1),
+    )
