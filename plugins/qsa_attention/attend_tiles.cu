@@ -10,7 +10,7 @@ constexpr int KEYS = WARP;                        // of a chunk, one a lane
 constexpr int STEPS = HEAD_DIM / 16;              // of k in the product with keys
 constexpr int PIECES = ceil_div(STEPS * 2, 8) * 8;  // of 16 bytes, in a row of keys or values in shared memory
 constexpr int BLOCKS = KEYS / 8;                  // of eight keys
-constexpr float LAG = 8.f;  // by which scores, in powers of two, may exceed the reference of the softmax
+constexpr float LAG = 8.f;  // by which scores times `score_scale`, powers of two, may exceed the reference of the softmax
 static_assert(GROUP * QUERIES <= ROWS * WARPS && HEAD_DIM % 16 == 0 && HEAD_DIM <= 256 && KEYS % UNIT == 0, "see launch.py");
 
 constexpr bool IS_WIDE = sizeof(CACHE) == 2;  // FP8 is copied as it is, and widened in shared memory
@@ -62,32 +62,47 @@ struct Finder {
   }
 };
 
+// Which 16 bytes of a chunk's keys a thread copies, COPIES times.
+struct CopyItem {
+  int key, piece;
+  bool exists;
+
+  __device__ __forceinline__ CopyItem(int i, uint32 thread) {
+    if constexpr (THREADS % COPY_PIECES == 0 && KEYS * COPY_PIECES % THREADS == 0) {  // a piece, and keys of a fixed distance
+      key = i * (THREADS / COPY_PIECES) + thread / COPY_PIECES, piece = thread % COPY_PIECES, exists = true;
+    } else {
+      const uint32 item = i * THREADS + thread;
+      key = item / COPY_PIECES % KEYS, piece = item % COPY_PIECES, exists = item < KEYS * COPY_PIECES;
+    }
+  }
+};
+
 // Starts the copies of a chunk whose lanes' rows are given: zeros for what is not there, so that no NaN gets in through 0 * NaN.
 template <int WIDTH>
 __device__ __forceinline__ void copy_chunk(uint4 (*to)[KEYS][WIDTH], const CACHE* cache, int row) {
-  const int thread = made_anew(threadIdx.x);
+  const uint32 thread = made_anew(threadIdx.x);
 #pragma unroll
   for (int i = 0; i < COPIES; ++i) {
-    const int item = i * THREADS + thread, key = item / COPY_PIECES, piece = item % COPY_PIECES;
-    const int from = __shfl_sync(FULL_MASK, row, key % KEYS);
-    if (COPIES * THREADS != KEYS * COPY_PIECES && item >= KEYS * COPY_PIECES) continue;
-    const CACHE* key_row = cache + int64(max(from, 0)) * (HKV * HEAD_DIM) + piece * (16 / sizeof(CACHE));
-    const int place = IS_WIDE ? swizzled(key, piece) : piece;
-    copy_async_16(&to[0][key][place], key_row, from >= 0);
-    copy_async_16(&to[1][key][place], key_row + PAGE * HKV * HEAD_DIM, from >= 0);
+    const CopyItem item(i, thread);
+    const int from = __shfl_sync(FULL_MASK, row, item.key);
+    if (!item.exists) continue;
+    const CACHE* key = cache + int64(max(from, 0)) * (HKV * HEAD_DIM) + item.piece * int(16 / sizeof(CACHE));
+    const int place = IS_WIDE ? swizzled(item.key, item.piece) : item.piece;
+    copy_async_16(&to[0][item.key][place], key, from >= 0);
+    copy_async_16(&to[1][item.key][place], key + PAGE * HKV * HEAD_DIM, from >= 0);
   }
 }
 
 // FP8 in shared memory to bf16, each thread what it copied itself.
 __device__ __forceinline__ void widen(const Codes& codes, Rows& rows) {
-  const int thread = made_anew(threadIdx.x);
+  const uint32 thread = made_anew(threadIdx.x);
 #pragma unroll
   for (int i = 0; i < COPIES; ++i) {
-    const int item = i * THREADS + thread, key = item / COPY_PIECES, piece = item % COPY_PIECES;
-    if (COPIES * THREADS != KEYS * COPY_PIECES && item >= KEYS * COPY_PIECES) continue;
+    const CopyItem item(i, thread);
+    if (!item.exists) continue;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
-      const uint4 bytes = codes[side][key][piece];
+      const uint4 bytes = codes[side][item.key][item.piece];
       const uint32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
       uint32 wide[8];
 #pragma unroll
@@ -95,8 +110,9 @@ __device__ __forceinline__ void widen(const Codes& codes, Rows& rows) {
         wide[2 * j] = e4m3_pair_to_bf16(__byte_perm(words[j], 0, 0x1100));
         wide[2 * j + 1] = e4m3_pair_to_bf16(__byte_perm(words[j], 0, 0x3322));
       }
-      rows[side][key][swizzled(key, 2 * piece)] = {wide[0], wide[1], wide[2], wide[3]};
-      rows[side][key][swizzled(key, 2 * piece + 1)] = {wide[4], wide[5], wide[6], wide[7]};
+      uint4* to = rows[side][item.key];
+      to[swizzled(item.key, 2 * item.piece)] = {wide[0], wide[1], wide[2], wide[3]};
+      to[swizzled(item.key, 2 * item.piece + 1)] = {wide[4], wide[5], wide[6], wide[7]};
     }
   }
 }
@@ -105,7 +121,7 @@ __device__ __forceinline__ void widen(const Codes& codes, Rows& rows) {
 struct WarpRows {
   uint32 queries[STEPS][4];  // A operands
   float out[2 * STEPS][4];
-  float reference[2], sum[2];  // of the softmax; the sum is of this lane's keys
+  float reference[2], sum[2];  // of the softmax, in units of the scores; the sum is of this lane's keys
 
   static __device__ __forceinline__ int row(int half) {
     return threadIdx.x / WARP * ROWS + threadIdx.x % WARP / 4 + 8 * half;
@@ -138,15 +154,20 @@ struct WarpRows {
     for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
       for (int i = 0; i < 4; ++i) scores[b][i] = 0.f;
+    // Steps whose pieces are 8 apart share an address but for a constant.
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step)
+    for (int first = 0; first < min(STEPS, 4); ++first) {
+      const uint4* from = &keys[row][swizzled(row, 2 * first + side)];
 #pragma unroll
-      for (int pair = 0; pair < BLOCKS / 2; ++pair) {
-        uint32 b[4];
-        load_matrices(b, &keys[16 * pair + row][swizzled(row, 2 * step + side)]);
-        mma_16x8x16(scores[2 * pair], queries[step], b);
-        mma_16x8x16(scores[2 * pair + 1], queries[step], b + 2);
-      }
+      for (int step = first; step < STEPS; step += 4)
+#pragma unroll
+        for (int pair = 0; pair < BLOCKS / 2; ++pair) {
+          uint32 b[4];
+          load_matrices(b, from + 16 * pair * PIECES + 2 * (step - first));
+          mma_16x8x16(scores[2 * pair], queries[step], b);
+          mma_16x8x16(scores[2 * pair + 1], queries[step], b + 2);
+        }
+    }
   }
 
   // Scores become weights; `entries` are those of the keys.
@@ -165,7 +186,7 @@ struct WarpRows {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& score = scores[b][2 * half + i];
-          score = token + i <= last ? score * score_scale : negative_infinity();
+          score = token + i <= last ? score : negative_infinity();
           best[half] = fmaxf(best[half], score);
         }
       }
@@ -175,22 +196,25 @@ struct WarpRows {
       best[half] = fmaxf(best[half], __shfl_xor_sync(FULL_MASK, best[half], 1));
       best[half] = fmaxf(best[half], __shfl_xor_sync(FULL_MASK, best[half], 2));
     }
-    if (__any_sync(FULL_MASK, (best[0] > reference[0] + LAG) | (best[1] > reference[1] + LAG))) raise_references(best);
+    bool lags = false;  // false for -inf - -inf
+#pragma unroll
+    for (int half = 0; half < 2; ++half) lags |= (best[half] - reference[half]) * score_scale > LAG;
+    if (__any_sync(FULL_MASK, lags)) raise_references(best, score_scale);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float base = reference[half] == negative_infinity() ? 0.f : reference[half];
+      const float base = reference[half] == negative_infinity() ? 0.f : reference[half] * score_scale;
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
-        for (int i = 0; i < 2; ++i) scores[b][2 * half + i] = exp2_approx(scores[b][2 * half + i] - base);
+        for (int i = 0; i < 2; ++i) scores[b][2 * half + i] = exp2_approx(scores[b][2 * half + i] * score_scale - base);
     }
   }
 
-  __device__ __forceinline__ void raise_references(const float best[2]) {
+  __device__ __forceinline__ void raise_references(const float best[2], float score_scale) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float raised = fmaxf(reference[half], best[half]);
-      const float correction = reference[half] == negative_infinity() ? 0.f : exp2_approx(reference[half] - raised);
+      const float correction = reference[half] == negative_infinity() ? 0.f : exp2_approx((reference[half] - raised) * score_scale);
       reference[half] = raised;
       sum[half] *= correction;
 #pragma unroll
@@ -210,11 +234,15 @@ struct WarpRows {
         sum[half] += low_bf16(a[i]) + high_bf16(a[i]);  // of the rounded weights, as the product has them
       }
 #pragma unroll
-      for (int pair = 0; pair < STEPS; ++pair) {
-        uint32 b[4];
-        load_matrices_transposed(b, &values[16 * step + row][swizzled(row, 2 * pair + side)]);
-        mma_16x8x16(out[2 * pair], a, b);
-        mma_16x8x16(out[2 * pair + 1], a, b + 2);
+      for (int first = 0; first < min(STEPS, 4); ++first) {
+        const uint4* from = &values[row][swizzled(row, 2 * first + side)] + 16 * step * PIECES;
+#pragma unroll
+        for (int pair = first; pair < STEPS; pair += 4) {
+          uint32 b[4];
+          load_matrices_transposed(b, from + 2 * (pair - first));
+          mma_16x8x16(out[2 * pair], a, b);
+          mma_16x8x16(out[2 * pair + 1], a, b + 2);
+        }
       }
     }
   }
