@@ -69,12 +69,16 @@ class Prompt:
             ),
         }
 
-    def step(self, start: int) -> Tensor:
-        """One chunk through all three; returns its selection."""
+    def step(self, start: int) -> Callable[[], Tensor]:
+        """One chunk through all three, which returns its selection."""
         ops = self.ops(start)
-        selected = ops["select"](ops["indexer"]())
-        ops["attention"](selected)
-        return selected
+
+        def run() -> Tensor:
+            selected = ops["select"](ops["indexer"]())
+            ops["attention"](selected)
+            return selected
+
+        return run
 
     @property
     def attention_flops(self) -> float:

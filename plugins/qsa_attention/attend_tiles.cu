@@ -124,7 +124,8 @@ struct WarpRows {
   float reference[2], sum[2];  // of the softmax, in units of the scores; the sum is of this lane's keys
 
   static __device__ __forceinline__ int row(int half) {
-    return threadIdx.x / WARP * ROWS + threadIdx.x % WARP / 4 + 8 * half;
+    const int thread = made_anew(threadIdx.x);
+    return thread / WARP * ROWS + thread % WARP / 4 + 8 * half;
   }
 
   __device__ __forceinline__ void start(const Tile& tile, const bf16* q, int kv_head) {
@@ -248,13 +249,13 @@ struct WarpRows {
   }
 
   __device__ __forceinline__ void store(const Tile& tile, const bf16* qkv, bf16* to, int kv_head) const {
-    const int t = threadIdx.x % 4;
+    const int t = made_anew(threadIdx.x) % 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float total = sum[half];
       total += __shfl_xor_sync(FULL_MASK, total, 1);
       total += __shfl_xor_sync(FULL_MASK, total, 2);
-      const int query = row(half) / GROUP, head = kv_head * GROUP + row(half) % GROUP;
+      const int row = WarpRows::row(half), query = row / GROUP, head = kv_head * GROUP + row % GROUP;
       if (query >= tile.count) continue;
       const float scale = total > 0.f ? 1.f / total : 0.f;
       const int64 token = tile.first_row + query;
@@ -323,5 +324,5 @@ attend_tiles(const bf16* q, const bf16* qkv, const CACHE* kv_cache, const int* b
     rows.weigh(scores, shared->entries[chunk % 4], shared->readers, score_scale);
     rows.add(scores, now[1]);
   }
-  rows.store(tile, qkv, out, kv_head);
+  rows.store(tile, qkv, out, made_anew(kv_head));
 }
