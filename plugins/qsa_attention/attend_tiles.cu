@@ -1,10 +1,11 @@
 // Attention of a tile of neighbouring rows and the query heads of one key head over the union of what the rows read: a
 // warp has 16 of the tile's queries times heads, with their outputs and queries in registers; keys and values pass
 // through shared memory, 32 tokens at a time, which all warps share. Each query masks what it did not select.
-// Macros: HEAD_DIM (a multiple of 16, up to 256), HQ, HKV, RATIO, PAGE, QUERIES, MAX_ENTRIES, CACHE: bf16 or e4m3.
+// Macros: HEAD_DIM (a multiple of 16, up to 256), HQ, HKV, RATIO, PAGE, WARPS, QUERIES, MAX_ENTRIES, CACHE: bf16 or
+// e4m3, IS_FP8.
 #include "qsa_attention/tiles.cuh"
 
-constexpr int WARPS = 8, THREADS = WARPS * WARP, ROWS = 16;  // of a warp
+constexpr int THREADS = WARPS * WARP, ROWS = 16;  // of a warp
 constexpr int GROUP = HQ / HKV;
 constexpr int KEYS = WARP;                        // of a chunk, one a lane
 constexpr int STEPS = HEAD_DIM / 16;              // of k in the product with keys
@@ -271,7 +272,7 @@ struct WarpRows {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 8 / WARPS)
 attend_tiles(const bf16* q, const bf16* qkv, const CACHE* kv_cache, const int* block_table, const Tile* tiles,
              const uint32* all_entries, bf16* out, int max_blocks, float score_scale) {
   DYNAMIC_SHARED(Shared, shared);

@@ -12,13 +12,13 @@ FEWEST_ROWS = 512
 """Of a step: fewer rows are not enough tiles for all multiprocessors."""
 FEWEST_ROWS_PER_SEQUENCE = 9
 """On average; steps of drafts have up to 8."""
-ROWS = 128
-"""Queries times heads of a tile, as in attend_tiles.cu."""
+WARPS, WARP_ROWS = 8, 16
+"""Of a tile, and of each the queries times heads, as in attend_tiles.cu."""
 MOST_QUERIES = 12
 RATIOS = (0, 2, 4, 8, 16, 32)
 TILE_COST, ROW_COST = 3, 1
 """Of a group of tokens, for a tile and for a row alone."""
-UNION_THREADS, TILE_THREADS = 512, 256
+UNION_THREADS = 512
 WINDOW = 32_768
 """Groups whose marks fit into shared memory at once."""
 KEYS, STAGES, FP8_STAGES = 32, 3, 2
@@ -41,7 +41,7 @@ def find_tiles(call: Call) -> Tiles | None:
     """The tiles that a step of this shape may have, or None if its rows are worked on one by one."""
     d, ratio = call.dims, call.attrs["compress_ratio"]
     group = call.attrs["num_heads"] // d["HKV"]
-    queries = min(ROWS // group, MOST_QUERIES)
+    queries = min(WARPS * WARP_ROWS // group, MOST_QUERIES)
     max_groups = d["MB"] * d["P"] // max(ratio, 1) + 1
     takes_dims = d["D"] % 16 == 0 and d["D"] <= 256 and queries >= 2 and ratio in RATIOS
     if d["T"] < FEWEST_ROWS or not takes_dims or call["qkv"].dtype != torch.bfloat16 or max_groups >> (32 - queries):
@@ -76,22 +76,21 @@ def union_launch(call: Call, tiles: Tiles) -> Launch:
 def tile_launch(call: Call, tiles: Tiles, q: Arg, score_scale: Arg) -> Launch:
     """Attention of the rows in tiles."""
     d, cache = call.dims, call["kv_cache"]
-    head_dim = d["D"]
+    head_dim, is_fp8 = d["D"], cache.dtype == torch.float8_e4m3fn
     defines = (
         *(("HEAD_DIM", head_dim), ("HQ", call.attrs["num_heads"]), ("HKV", d["HKV"]), ("PAGE", d["P"])),
         *(("RATIO", call.attrs["compress_ratio"]), ("QUERIES", tiles.queries), ("MAX_ENTRIES", tiles.max_entries)),
-        *(("CACHE", c_type(cache.dtype)), ("IS_FP8", int(cache.dtype == torch.float8_e4m3fn))),
+        *(("CACHE", c_type(cache.dtype)), ("IS_FP8", int(is_fp8)), ("WARPS", WARPS)),
     )
     row_bytes = -(-head_dim // 64) * 128
-    is_fp8 = cache.dtype == torch.float8_e4m3fn
     chunk_bytes = 2 * KEYS * (FP8_STAGES * row_bytes + 2 * head_dim if is_fp8 else STAGES * row_bytes)
     return Launch(
         Kernel("qsa_attention/attend_tiles.cu", "attend_tiles", defines),
         grid=(tiles.count * d["HKV"], 1, 1),
-        threads=TILE_THREADS,
+        threads=32 * WARPS,
         args=(
             *(q, call["qkv"], cache, call["block_table"], tiles.places, tiles.entries, call["out"], d["MB"]),
             score_scale,
         ),
-        shared_bytes=chunk_bytes + 4 * 4 * KEYS + 8 * ROWS + 32,
+        shared_bytes=chunk_bytes + 4 * 4 * KEYS + 8 * WARPS * WARP_ROWS + 32,
     )
