@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import F32, Call, Kernel, Launch, c_type
+from qwen4exp_trt.plugins.kernels import F32, Call, Kernel, Launch, c_type, item_bytes
 
 THREADS = 128
 MERGE_SLICES = 16
@@ -21,16 +21,20 @@ MAX_HEADS = 16
 MAX_HEAD_DIM = 512
 SLAB = 64
 """Output columns that a block of the merge has."""
-PREFETCH = 1
-"""Whether the rows of the tiles ahead are brought into L2."""
+RING_BYTES = 64 << 10
+"""Shared memory of the tiles that a block has under way: with the rest, three blocks fit into an SM90's."""
+MAX_RATIO = 32
+MAX_ROTATED = 256
+FEW_ROWS = 8
+"""Rows a sequence up to which each block prepares its queries and the new keys itself."""
 BLOCKS_PER_SM = 3
 """Splits are as many as give each multiprocessor so many blocks: fewer leave it idle, more have more to merge."""
 
 
-def num_splits(rows: int, blocks_per_row: int, tiles: int, num_sms: int) -> int:
-    """Into how many blocks the tokens of a row are split, each with as many ``tiles`` as the longest."""
-    wanted = min(max(1, num_sms * BLOCKS_PER_SM // max(1, rows * blocks_per_row)), tiles)
-    return -(-tiles // -(-tiles // wanted))
+def num_splits(rows: int, blocks_per_row: int, units: int, entries: int, num_sms: int) -> int:
+    """Into how many blocks the list of a row, of ``units`` that stay together, is split: no more than it has tiles."""
+    wanted = num_sms * BLOCKS_PER_SM // max(1, rows * blocks_per_row)
+    return max(1, min(wanted, units, -(-entries // TILE)))
 
 
 def launches(call: Call) -> Iterator[Launch]:
@@ -39,9 +43,11 @@ def launches(call: Call) -> Iterator[Launch]:
     _check(call)
     qkv, cache = call["qkv"], call["kv_cache"]
     is_float = qkv.dtype == torch.float32
+    is_prepared = is_float or tokens > FEW_ROWS * d["B"]
     blocks_per_row = num_heads if is_float else kv_heads * -(-num_heads // kv_heads // MAX_HEADS)
     entries = (d["G"] + 1) * ratio if ratio else d["MB"] * d["P"]
-    splits = num_splits(tokens, blocks_per_row, -(-entries // TILE), call.num_sms)
+    units = d["G"] + 1 if ratio else -(-entries // TILE)
+    splits = num_splits(tokens, blocks_per_row, units, entries, call.num_sms)
     # One split needs no parts, except in float32. As a bound of rows * splits this does not shrink when a dim grows.
     parts = min(call.num_sms * BLOCKS_PER_SM // blocks_per_row, tokens * -(-entries // TILE))
     parts = max(parts, tokens) if is_float else parts
@@ -55,40 +61,56 @@ def launches(call: Call) -> Iterator[Launch]:
     in_cache = (("PAGE", d["P"]), ("CACHE", c_type(cache.dtype)))
     section = call.attrs["mrope_section"]
     rope = (("HALF", d["R"]), ("MROPE_HEIGHT", 3 * section[1]), ("MROPE_WIDTH", 3 * section[2]))
-    yield Launch(
-        Kernel("qsa_attention/prepare.cu", "prepare", (*heads, *types, *in_cache, *rope)),
-        grid=(-(-tokens * (num_heads + 2 * kv_heads) // (THREADS // 32)), 1, 1),
-        threads=THREADS,
-        args=(
-            *(qkv, call["q_gain"], call["k_gain"], call["positions"], call["inv_freq"], cache, *batch),
-            *(q, tokens, d["B"], d["MB"], F32(call.attrs["eps"])),
-        ),
-    )
+    rope_operands = (call["q_gain"], call["k_gain"], call["positions"], call["inv_freq"])
+    eps, score_scale = F32(call.attrs["eps"]), F32(head_dim**-0.5 * math.log2(math.e))
+    if is_prepared:
+        yield Launch(
+            Kernel("qsa_attention/prepare.cu", "prepare", (*heads, *types, *in_cache, *rope)),
+            grid=(-(-tokens * (num_heads + 2 * kv_heads) // (THREADS // 32)), 1, 1),
+            threads=THREADS,
+            args=(qkv, *rope_operands, cache, *batch, q, tokens, d["B"], d["MB"], eps),
+        )
     is_split = is_float or splits > 1
-    name, variant = (
-        ("attend_float", ()) if is_float else ("attend", (("IS_SPLIT", int(is_split)), ("PREFETCH", PREFETCH)))
-    )
-    gates_and_out = ((), ()) if is_float else ((qkv,), (call["out"],))
-    yield Launch(
-        Kernel(f"qsa_attention/{name}.cu", name, (*heads, *in_cache, ("RATIO", ratio), *variant)),
-        grid=(tokens * blocks_per_row, splits, 1),
-        threads=THREADS,
-        args=(
-            *(q, *gates_and_out[0], call["selected_groups"], cache, *batch, partial_out, partial_sums),
-            *(*gates_and_out[1], d["G"], d["B"], d["MB"], F32(head_dim**-0.5 * math.log2(math.e))),
-        ),
-    )
+    selected, grid = (call["selected_groups"], cache, *batch), (tokens * blocks_per_row, splits, 1)
+    if is_float:
+        yield Launch(
+            Kernel("qsa_attention/attend_float.cu", "attend_float", (*heads, *in_cache, ("RATIO", ratio))),
+            grid=grid,
+            threads=THREADS,
+            args=(q, *selected, partial_out, partial_sums, d["G"], d["B"], d["MB"], score_scale),
+        )
+    else:
+        tile_bytes, shared_bytes = _shared_bytes(head_dim, num_heads // kv_heads, item_bytes(cache.dtype))
+        stages = max(1, min(RING_BYTES // tile_bytes, -(-entries // splits // TILE)))
+        variant = (("STAGES", stages), ("IS_SPLIT", int(is_split)), ("PREPARED", int(is_prepared)))
+        yield Launch(
+            Kernel("qsa_attention/attend.cu", "attend", (*heads, *in_cache, *rope, ("RATIO", ratio), *variant)),
+            grid=grid,
+            threads=THREADS,
+            args=(
+                *(qkv, q, *rope_operands, *selected, partial_out, partial_sums, call["out"]),
+                *(tokens, d["G"], d["B"], d["MB"], eps, score_scale),
+            ),
+            shared_bytes=stages * tile_bytes + shared_bytes,
+        )
     if not is_split:
         return
     slices = min(-(-splits // MERGE_AHEAD), MERGE_SLICES)
-    batch = (call["query_start_loc"], call["num_seqs"])
     yield Launch(
         Kernel("qsa_attention/merge.cu", "merge", (*heads, *types)),
         grid=(tokens * num_heads * (part_width // SLAB), 1, 1),
         threads=max(SLAB, -(-slices * SLAB // 4 // 32) * 32),
-        args=(partial_out, partial_sums, qkv, *batch, call["out"], splits, slices),
+        args=(partial_out, partial_sums, qkv, call["query_start_loc"], call["num_seqs"], call["out"], splits, slices),
         shared_bytes=4 * (slices * SLAB + splits),
     )
+
+
+def _shared_bytes(head_dim: int, group: int, cache_item_bytes: float) -> tuple[int, int]:
+    """Of a tile in the ring, keys and values in whole chunks of a warp, and of queries and scores, as in attend.cu."""
+    heads, chunks = min(group, MAX_HEADS), -(-head_dim // 32)
+    slabs = -(-head_dim // (SLAB * THREADS // 32))
+    tile = TILE * (32 * chunks + SLAB * THREADS // 32 * slabs) * int(cache_item_bytes)
+    return tile, heads * (64 * chunks + 2 * 4 * TILE)
 
 
 def _check(call: Call) -> None:
@@ -98,5 +120,11 @@ def _check(call: Call) -> None:
         raise PluginError(f"q4e::qsa_attention: head_dim is {head_dim}, expected a multiple of 8 up to {MAX_HEAD_DIM}")
     if 2 * half > head_dim:
         raise PluginError(f"q4e::qsa_attention: {half} frequencies rotate {2 * half} dims, but head_dim is {head_dim}")
+    if 2 * half > MAX_ROTATED:
+        raise PluginError(f"q4e::qsa_attention: {half} frequencies rotate {2 * half} dims, expected up to {MAX_ROTATED}")
+    if call.attrs["compress_ratio"] > MAX_RATIO:
+        raise PluginError(
+            f"q4e::qsa_attention: compress_ratio is {call.attrs['compress_ratio']}, expected up to {MAX_RATIO}"
+        )
     if num_heads % kv_heads:
         raise PluginError(f"q4e::qsa_attention: {num_heads} query heads are no multiple of {kv_heads} key heads")
