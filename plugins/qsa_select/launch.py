@@ -12,8 +12,10 @@ from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, c_type
 GROUPS = 16
 """Groups of an item of the scores, which share a best score, as in score.cuh and select.cu."""
 SCORE_THREADS = 128
-SCORE_BLOCKS = 5
-"""Blocks of scores a multiprocessor: as many as its registers hold."""
+SCORE_BLOCKS = 4
+"""Blocks of scores a multiprocessor."""
+SCORE_STAGES = 2
+"""Items of which a warp of the BF16 scores has the keys under way: with this and `SCORE_BLOCKS`, all of 65,536 groups."""
 TILE_ROWS = 32
 """Rows of a sequence that share a read of its keys."""
 SELECT_THREADS = (128, 512)
@@ -37,6 +39,8 @@ def launches(call: Call) -> Iterator[Launch]:
     scratch = call.scratch(scratch_bytes if needs_scores else 0, dtype=torch.uint8)
     rows_at_once = max(1, scratch_bytes // (4 * row_stride)) if needs_scores else tokens
     score = _score_kernel(call, heads, ratio, count)
+    is_float = call["index_q"].dtype == torch.float32
+    ring_bytes = 0 if is_float else SCORE_STAGES * SCORE_THREADS // 32 * GROUPS * -(-dims["D"] // 32) * 64
     least, most = SELECT_THREADS
     threads = min(max(1 << (-(-max_groups // SCORES_PER_THREAD) - 1).bit_length(), least), most)
     defines = (("RATIO", ratio), ("COUNT", count), ("BLOCK_THREADS", threads), ("SCORED", int(needs_scores)))
@@ -55,7 +59,7 @@ def launches(call: Call) -> Iterator[Launch]:
                     *(call["block_table"], call["num_seqs"], scratch, first, rows),
                     *(row_stride, max_items, dims["MB"], batch_size),
                 ),
-                shared_bytes=4 * (batch_size + 1),
+                shared_bytes=ring_bytes + 4 * (batch_size + 1),
             )
         yield Launch(
             select,
@@ -91,4 +95,6 @@ def _score_kernel(call: Call, heads: int, ratio: int, count: int) -> Kernel:
         *(("ACTIVATION", c_type(dtype)), ("HEADS", heads), ("DIM", call.dims["D"]), ("RATIO", ratio)),
         *(("PAGE", call.dims["G"]), ("COUNT", count), ("TILE_ROWS", TILE_ROWS), ("BLOCK_THREADS", SCORE_THREADS)),
     )
+    if dtype == torch.bfloat16:
+        defines = (*defines, ("STAGES", SCORE_STAGES))
     return Kernel(f"qsa_select/{name}.cu", name, defines)
