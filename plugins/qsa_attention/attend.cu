@@ -136,8 +136,10 @@ struct NewTokens {
         HeadColumns key;
         make_key(key, row);
 #pragma unroll
-        for (int e = 0; e < EIGHTS; ++e)  // and zeros behind HEAD_DIM
-          if (column_of_lane(e) < 32 * CHUNKS) store_eight(tile.key(entry, column_of_lane(e) / 8), key.values[e]);
+        for (int e = 0; e < EIGHTS; ++e) {
+          const int column = column_of_lane(e);  // zeros behind HEAD_DIM
+          if (column < 32 * CHUNKS) store_eight(tile.key(entry, column / 8), key.values[e]);
+        }
       }
 #pragma unroll
       for (int s = 0; s < SLABS; ++s) {
@@ -205,7 +207,7 @@ __device__ __forceinline__ void store(const Accumulator& total, int64 head, int 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
 attend(const bf16* qkv, const bf16* q, const float* q_gain, const float* k_gain, const int* positions,
        const float* inv_freq, const int* selected_groups, CACHE* kv_cache, const int* query_start_loc,
        const int* seq_lens, const int* block_table, const int* num_seqs, float* partial_out, float2* partial_sums,
@@ -219,7 +221,8 @@ attend(const bf16* qkv, const bf16* q, const float* q_gain, const float* k_gain,
   CACHE* cache = kv_cache + kv_head * HEAD_DIM;
   constexpr int ROUNDS = ceil_div(HEADS, WARPS);  // of a warp over its heads
 
-  HeadColumns gain, columns[ROUNDS];
+  HeadColumns gain;
+  PackedHead packed[ROUNDS];
   Rotation rotation;
   if (!PREPARED) gain.load(q_gain), rotation.load_frequencies(inv_freq);
   wait_for_previous();
@@ -231,7 +234,7 @@ attend(const bf16* qkv, const bf16* q, const float* q_gain, const float* k_gain,
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
     const int head = first_head + min(i * WARPS + warp, count - 1);
-    columns[i].load(PREPARED ? q + (int64(token) * HQ + head) * HEAD_DIM : qkv + token * QKV_WIDTH + 2 * head * HEAD_DIM);
+    packed[i].load(PREPARED ? q + (int64(token) * HQ + head) * HEAD_DIM : qkv + token * QKV_WIDTH + 2 * head * HEAD_DIM);
   }
   if (!PREPARED) rotation.load_positions(positions, num_tokens, token);
   const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size);
@@ -261,12 +264,13 @@ attend(const bf16* qkv, const bf16* q, const float* q_gain, const float* k_gain,
   if (!PREPARED) rotation.turn();
 #pragma unroll
   for (int i = 0; i < ROUNDS; ++i) {
-    if (!PREPARED) norm_and_rotate(columns[i], gain, rotation, eps);
+    HeadColumns columns = packed[i].unpack();
+    if (!PREPARED) norm_and_rotate(columns, gain, rotation, eps);
 #pragma unroll
     for (int e = 0; e < EIGHTS; ++e) {
       const int chunk = column_of_lane(e) / 8, head = i * WARPS + warp;
       if (head < HEADS && chunk < 4 * CHUNKS)
-        store_eight(reinterpret_cast<bf16*>(&shared.queries[chunk / 4][head][chunk % 4]), columns[i].values[e]);
+        store_eight(reinterpret_cast<bf16*>(&shared.queries[chunk / 4][head][chunk % 4]), columns.values[e]);
     }
   }
 #pragma unroll
