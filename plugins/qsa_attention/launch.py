@@ -24,9 +24,6 @@ SLAB = 64
 RING_BYTES = 64 << 10
 """Shared memory of the tiles that a block has under way: with the rest, three blocks fit into an SM90's."""
 MAX_RATIO = 32
-MAX_ROTATED = 256
-FEW_ROWS = 8
-"""Rows a sequence up to which each block prepares its queries and the new keys itself."""
 BLOCKS_PER_SM = 3
 """Splits are as many as give each multiprocessor so many blocks: fewer leave it idle, more have more to merge."""
 
@@ -43,7 +40,6 @@ def launches(call: Call) -> Iterator[Launch]:
     _check(call)
     qkv, cache = call["qkv"], call["kv_cache"]
     is_float = qkv.dtype == torch.float32
-    is_prepared = is_float or tokens > FEW_ROWS * d["B"]
     blocks_per_row = num_heads if is_float else kv_heads * -(-num_heads // kv_heads // MAX_HEADS)
     entries = (d["G"] + 1) * ratio if ratio else d["MB"] * d["P"]
     units = d["G"] + 1 if ratio else -(-entries // TILE)
@@ -61,15 +57,16 @@ def launches(call: Call) -> Iterator[Launch]:
     in_cache = (("PAGE", d["P"]), ("CACHE", c_type(cache.dtype)))
     section = call.attrs["mrope_section"]
     rope = (("HALF", d["R"]), ("MROPE_HEIGHT", 3 * section[1]), ("MROPE_WIDTH", 3 * section[2]))
-    rope_operands = (call["q_gain"], call["k_gain"], call["positions"], call["inv_freq"])
-    eps, score_scale = F32(call.attrs["eps"]), F32(head_dim**-0.5 * math.log2(math.e))
-    if is_prepared:
-        yield Launch(
-            Kernel("qsa_attention/prepare.cu", "prepare", (*heads, *types, *in_cache, *rope)),
-            grid=(-(-tokens * (num_heads + 2 * kv_heads) // (THREADS // 32)), 1, 1),
-            threads=THREADS,
-            args=(qkv, *rope_operands, cache, *batch, q, tokens, d["B"], d["MB"], eps),
-        )
+    score_scale = F32(head_dim**-0.5 * math.log2(math.e))
+    yield Launch(
+        Kernel("qsa_attention/prepare.cu", "prepare", (*heads, *types, *in_cache, *rope)),
+        grid=(-(-tokens * (num_heads + 2 * kv_heads) // (THREADS // 32)), 1, 1),
+        threads=THREADS,
+        args=(
+            *(qkv, call["q_gain"], call["k_gain"], call["positions"], call["inv_freq"], cache, *batch),
+            *(q, tokens, d["B"], d["MB"], F32(call.attrs["eps"])),
+        ),
+    )
     is_split = is_float or splits > 1
     selected, grid = (call["selected_groups"], cache, *batch), (tokens * blocks_per_row, splits, 1)
     if is_float:
@@ -82,14 +79,14 @@ def launches(call: Call) -> Iterator[Launch]:
     else:
         tile_bytes, shared_bytes = _shared_bytes(head_dim, num_heads // kv_heads, item_bytes(cache.dtype))
         stages = max(1, min(RING_BYTES // tile_bytes, -(-entries // splits // TILE)))
-        variant = (("STAGES", stages), ("IS_SPLIT", int(is_split)), ("PREPARED", int(is_prepared)))
+        variant = (("RATIO", ratio), ("STAGES", stages), ("IS_SPLIT", int(is_split)))
         yield Launch(
-            Kernel("qsa_attention/attend.cu", "attend", (*heads, *in_cache, *rope, ("RATIO", ratio), *variant)),
+            Kernel("qsa_attention/attend.cu", "attend", (*heads, *in_cache, *variant)),
             grid=grid,
             threads=THREADS,
             args=(
-                *(qkv, q, *rope_operands, *selected, partial_out, partial_sums, call["out"]),
-                *(tokens, d["G"], d["B"], d["MB"], eps, score_scale),
+                *(q, qkv, *selected, partial_out, partial_sums, call["out"], d["G"], d["B"], d["MB"]),
+                score_scale,
             ),
             shared_bytes=stages * tile_bytes + shared_bytes,
         )
@@ -120,8 +117,6 @@ def _check(call: Call) -> None:
         raise PluginError(f"q4e::qsa_attention: head_dim is {head_dim}, expected a multiple of 8 up to {MAX_HEAD_DIM}")
     if 2 * half > head_dim:
         raise PluginError(f"q4e::qsa_attention: {half} frequencies rotate {2 * half} dims, but head_dim is {head_dim}")
-    if 2 * half > MAX_ROTATED:
-        raise PluginError(f"q4e::qsa_attention: {half} frequencies rotate {2 * half} dims, expected up to {MAX_ROTATED}")
     if call.attrs["compress_ratio"] > MAX_RATIO:
         raise PluginError(
             f"q4e::qsa_attention: compress_ratio is {call.attrs['compress_ratio']}, expected up to {MAX_RATIO}"

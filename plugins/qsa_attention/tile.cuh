@@ -49,8 +49,6 @@ __device__ __forceinline__ void copy_pieces(Piece* to, const CACHE* from, bool v
     *reinterpret_cast<uint64*>(to) = 0;
 }
 
-constexpr int NONE = -1, NEW = -2;  // instead of the row of an entry: there is none, and it is not copied from the cache
-
 struct WarpTile {
   Piece keys[CHUNKS][WARP];               // of token lane / 4 of the warp's eight, columns 32 i + 8 (lane % 4)
   Piece values[SLABS][STEPS][4][WARP];  // of tokens 16 step + 2 (lane / 8) + {0, 1, 8, 9}, columns 8 (lane % 8) of a slab
@@ -60,7 +58,6 @@ struct WarpTile {
   __device__ __forceinline__ void copy_keys(const CACHE* cache, int row) {
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
     const int key_row = __shfl_sync(FULL_MASK, row, 8 * warp + g);
-    if (key_row == NEW) return;
     const CACHE* from = cache + int64(max(key_row, 0)) * (HKV * HEAD_DIM);
 #pragma unroll
     for (int i = 0; i < CHUNKS; i += TOGETHER) {
@@ -81,18 +78,8 @@ struct WarpTile {
 #pragma unroll
         for (int s = 0; s < SLABS; ++s) {
           const int column = 64 * (s * WARPS + warp) + 8 * (g - g % TOGETHER);
-          if (value_row != NEW)
-            copy_pieces(&values[s][step][which][lane - g % TOGETHER], from + column,
-                        value_row >= 0 && column < HEAD_DIM);
+          copy_pieces(&values[s][step][which][lane - g % TOGETHER], from + column, value_row >= 0 && column < HEAD_DIM);
         }
       }
-  }
-  // The place of columns 8 * chunk of the key of entry `entry`, one of the warp's.
-  __device__ __forceinline__ CACHE* key(int entry, int chunk) {
-    return reinterpret_cast<CACHE*>(&keys[chunk / 4][entry % 8 * 4 + chunk % 4]);
-  }
-  // The place of columns 8 * chunk of the warp's slab `s` of the value of entry `entry`.
-  __device__ __forceinline__ CACHE* value(int entry, int s, int chunk) {
-    return reinterpret_cast<CACHE*>(&values[s][entry / 16][entry % 2 + entry % 16 / 8 * 2][entry % 8 / 2 * 8 + chunk]);
   }
 };

@@ -90,7 +90,6 @@ def test_a_row_has_as_many_splits_as_the_gpu_has_room_for_but_no_more_than_tiles
     [
         (Attention(heads=2, kv_heads=1, head_dim=20, half=4), "head_dim is 20, expected a multiple of 8 up to 512"),
         (Attention(heads=2, kv_heads=1, head_dim=16, half=9), "9 frequencies rotate 18 dims, but head_dim is 16"),
-        (Attention(heads=2, kv_heads=1, head_dim=512, half=132), "132 frequencies rotate 264 dims, expected up to 256"),
         (Attention(heads=2, kv_heads=1, head_dim=16, half=4, ratio=64), "compress_ratio is 64, expected up to 32"),
         (Attention(heads=5, kv_heads=2, head_dim=16, half=4), "5 query heads are no multiple of 2 key heads"),
     ],
