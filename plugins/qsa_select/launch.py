@@ -12,8 +12,10 @@ from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, ScratchRef, c_typ
 GROUPS = 16
 """Groups of an item of the scores, which share a best score, as in score.cuh and select.cu."""
 SCORE_THREADS = 128
-SCORE_BLOCKS = 5
-"""Blocks of scores a multiprocessor: as many as its registers hold."""
+SCORE_BLOCKS = 4
+"""Blocks of scores a multiprocessor."""
+SCORE_STAGES = 2
+"""Items of which a warp of the BF16 scores has the keys under way: with this and `SCORE_BLOCKS`, all of 65,536 groups."""
 TILE_ROWS = 32
 """Rows of a sequence that share a read of its keys."""
 SELECT_THREADS = (128, 512)
@@ -101,8 +103,10 @@ def _score_launch(
             args=args,
             shared_bytes=TILED_STAGES * TILED_CHUNK * -(-dims["D"] // 64) * 128,
         )
-    name = "score_bf16" if dtype == torch.bfloat16 else "score_f32"
+    name, stages = ("score_bf16", SCORE_STAGES) if dtype == torch.bfloat16 else ("score_f32", 0)
     defines = (("ACTIVATION", c_type(dtype)), *defines, ("TILE_ROWS", TILE_ROWS), ("BLOCK_THREADS", SCORE_THREADS))
+    defines = (*defines, ("STAGES", stages)) if stages else defines
+    ring_bytes = stages * SCORE_THREADS // 32 * GROUPS * -(-dims["D"] // 32) * 64
     # One multiprocessor is left to a block of the choice, which is then in place when the scores are.
     blocks = min(SCORE_BLOCKS * max(call.num_sms - 1, 1), (batch_size + rows // TILE_ROWS) * layout[1])
     return Launch(
@@ -110,5 +114,5 @@ def _score_launch(
         grid=(blocks, 1, 1),
         threads=SCORE_THREADS,
         args=args,
-        shared_bytes=4 * (batch_size + 1),
+        shared_bytes=ring_bytes + 4 * (batch_size + 1),
     )
