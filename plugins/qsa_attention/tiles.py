@@ -12,11 +12,11 @@ FEWEST_ROWS = 512
 """Of a step: fewer rows are not enough tiles for all multiprocessors."""
 FEWEST_ROWS_PER_SEQUENCE = 9
 """On average; steps of drafts have up to 8."""
-WARPS, WARP_ROWS = 8, 16
+WARPS, WARP_ROWS = 4, 16
 """Of a tile, and of each the queries times heads, as in attend_tiles.cu."""
 MOST_QUERIES = 12
 RATIOS = (0, 2, 4, 8, 16, 32)
-TILE_COST, ROW_COST = 3, 1
+TILE_COST, ROW_COST = 3, 2
 """Of a group of tokens, for a tile and for a row alone."""
 UNION_THREADS = 512
 WINDOW = 32_768

@@ -8,6 +8,7 @@ import torch
 
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, ScratchRef, c_type
+from qwen4exp_trt.plugins.qsa_select.tiles import takes, tile_launches
 
 GROUPS = 16
 """Groups of an item of the scores, which share a best score, as in score.cuh and select.cu."""
@@ -23,11 +24,6 @@ SCORES_PER_THREAD = 16
 """Scores that a block of the choice holds, for each of its threads, as in select.cu."""
 CANDIDATE_BYTES = 160
 """Shared memory of the choice's candidates, for each of its threads, as in select.cu."""
-FEWEST_ROWS_PER_SEQUENCE = 16
-"""On average, from which on rows are scored in tiles."""
-TILED_ROWS, TILED_THREADS, TILED_BLOCKS = 64, 256, 4
-"""Rows of a tile, as in score_tiles.cu, and blocks that each multiprocessor gets if there are enough groups."""
-TILED_CHUNK, TILED_STAGES = 64, 3
 SCRATCH_BYTES = 128 << 20
 """Of scores. The rows of a larger step are worked on in turns."""
 
@@ -43,6 +39,9 @@ def launches(call: Call) -> Iterator[Launch]:
     needs_scores = max_groups > count
     scratch = call.scratch(scratch_bytes if needs_scores else 0, dtype=torch.uint8)
     rows_at_once = max(1, scratch_bytes // (4 * row_stride)) if needs_scores else tokens
+    if takes(call, heads, count):
+        yield from tile_launches(call, heads, count, scratch, -(-tokens // rows_at_once))
+        return
     least, most = SELECT_THREADS
     threads = min(max(1 << (-(-max_groups // SCORES_PER_THREAD) - 1).bit_length(), least), most)
     defines = (("RATIO", ratio), ("COUNT", count), ("BLOCK_THREADS", threads), ("SCORED", int(needs_scores)))
@@ -92,17 +91,6 @@ def _score_launch(
         *(call["block_table"], call["num_seqs"], scratch, first, rows),
         *(*layout, dims["MB"], batch_size),
     )
-    takes_dims = dtype == torch.bfloat16 and heads <= 4 and dims["D"] % 16 == 0 and dims["D"] <= 128
-    if takes_dims and dims["T"] >= FEWEST_ROWS_PER_SEQUENCE * batch_size:
-        tiles, chunks = rows // TILED_ROWS + batch_size, -(-dims["MB"] * dims["G"] // TILED_CHUNK)
-        parts = min(-(-call.num_sms * TILED_BLOCKS // tiles), chunks)
-        return Launch(
-            Kernel("qsa_select/score_tiles.cu", "score_tiles", defines),
-            grid=(tiles, parts, 1),
-            threads=TILED_THREADS,
-            args=args,
-            shared_bytes=TILED_STAGES * TILED_CHUNK * -(-dims["D"] // 64) * 128,
-        )
     name, stages = ("score_bf16", SCORE_STAGES) if dtype == torch.bfloat16 else ("score_f32", 0)
     defines = (("ACTIVATION", c_type(dtype)), *defines, ("TILE_ROWS", TILE_ROWS), ("BLOCK_THREADS", SCORE_THREADS))
     defines = (*defines, ("STAGES", stages)) if stages else defines

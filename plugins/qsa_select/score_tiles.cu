@@ -1,8 +1,8 @@
-// Index scores of many rows: a block takes a tile of 64 rows of one sequence and a part of its groups. A warp holds the
-// queries of eight rows in registers; keys pass through shared memory, which all warps share. The scores, and the best
-// one of every 16 groups, are left as score.cuh says.
+// Index scores of many rows: blocks take tiles of 64 rows of one sequence, each with a part of its groups. A warp holds
+// the queries of eight rows in registers; keys pass through shared memory, which all warps share. A row's scores are
+// left as bits, in the order of their values, and behind them the best one of every 16 groups.
 // Macros: HEADS (up to 4), DIM (a multiple of 16), RATIO, PAGE (groups of a page), COUNT (groups to select).
-#include "q4e.cuh"
+#include "qsa_select/turn.cuh"
 
 constexpr int WARPS = 8, THREADS = WARPS * WARP, ROWS = 8;  // of a warp
 constexpr int GROUPS = 16;                                  // of an item, which share a best score
@@ -18,28 +18,29 @@ struct RowTile {
   __device__ __forceinline__ int visible(int row) const { return (position + row + 1) / RATIO; }
 };
 
-// Tile `index` of those of the rows from `first_row` to `end_row`, in the order of their sequences; sequence -1: none.
-__device__ __forceinline__ RowTile locate_tile(int index, int first_row, int end_row, const int* query_start_loc,
-                                               const int* seq_lens, const int* num_seqs, int batch_size) {
+// Tile `index` of those of a turn, in the order of their sequences; sequence -1: none. `total` becomes their number.
+__device__ __forceinline__ RowTile locate_tile(int index, const Turn& turn, const int* query_start_loc,
+                                               const int* seq_lens, const int* num_seqs, int batch_size, int& total) {
   constexpr int TILE = ROWS * WARPS;
   const int lane = threadIdx.x % WARP, real = *num_seqs;
   RowTile tile = {-1, 0, 0, 0};
-  for (int first = 0, before = 0; first < batch_size && tile.sequence < 0; first += WARP) {
+  total = 0;
+  for (int first = 0; first < batch_size; first += WARP) {
     const int sequence = first + lane;
     const bool exists = sequence < batch_size;
     const int begin = exists ? query_start_loc[sequence] : 0, end = exists ? query_start_loc[sequence + 1] : 0;
     const int length = exists ? seq_lens[sequence] : 0;
-    const int start = max(begin, first_row), rows = sequence < real ? max(min(end, end_row) - start, 0) : 0;
-    const int tiles = ceil_div(rows, TILE);
+    const int start = max(begin, turn.first_row);
+    const int rows = sequence < real ? max(min(end, turn.end_row()) - start, 0) : 0, tiles = ceil_div(rows, TILE);
     int sum = tiles;
 #pragma unroll
     for (int lanes = 1; lanes < WARP; lanes *= 2) {
       const int others = __shfl_up_sync(FULL_MASK, sum, lanes);
       if (lane >= lanes) sum += others;
     }
-    const int own = before + sum - tiles, skipped = (index - own) * TILE;
+    const int own = total + sum - tiles, skipped = (index - own) * TILE;
     const uint32 owners = __ballot_sync(FULL_MASK, own <= index && index < own + tiles);
-    before += __shfl_sync(FULL_MASK, sum, WARP - 1);
+    total += __shfl_sync(FULL_MASK, sum, WARP - 1);
     if (owners == 0) continue;
     const int owner = __ffs(int(owners)) - 1;
     tile.sequence = first + owner;
@@ -48,6 +49,11 @@ __device__ __forceinline__ RowTile locate_tile(int index, int first_row, int end
     tile.position = __shfl_sync(FULL_MASK, length - (end - start) + skipped, owner);
   }
   return tile;
+}
+
+// Into how many parts the groups of each tile go: one round of blocks, or for many tiles two, which come out more even.
+__device__ __forceinline__ int parts_of_tiles(int tiles, int blocks) {
+  return max(1, (16 * tiles <= blocks ? blocks / 2 : blocks) / max(tiles, 1));
 }
 
 // Groups of an item are in the order in which a lane has four of them side by side: column c of product j is group
@@ -60,9 +66,11 @@ using Keys = uint4[CHUNK][PIECES];
 __device__ __forceinline__ void copy_keys(Keys& to, const bf16* cache, const int* pages, int first_group,
                                           int max_blocks) {
   constexpr int ITEMS_OF_ROW = DIM / 8, COPIES = ceil_div(CHUNK * ITEMS_OF_ROW, THREADS);
+  const uint32 thread = made_anew(threadIdx.x);
 #pragma unroll
   for (int i = 0; i < COPIES; ++i) {
-    const int item = i * THREADS + threadIdx.x, row = item / ITEMS_OF_ROW, piece = item % ITEMS_OF_ROW;
+    const uint32 item = i * THREADS + thread;
+    const int row = item / ITEMS_OF_ROW, piece = item % ITEMS_OF_ROW;
     if (COPIES * THREADS != CHUNK * ITEMS_OF_ROW && row >= CHUNK) continue;
     const int group = first_group + row;
     const int page = max(pages[min(group / PAGE, max_blocks - 1)], 0);  // behind the last group: any
@@ -89,7 +97,7 @@ struct Queries {
 
   // Scores of row g for groups 4t to 4t + 3 of an item, as bits in the order of their values: at least zero, no NaN.
   __device__ __forceinline__ uint4 score(const uint4 (*keys)[PIECES]) const {
-    const int lane = threadIdx.x % WARP;
+    const int lane = made_anew(threadIdx.x) % WARP;
     float sums[2][HEAD_PAIRS][4] = {};
 #pragma unroll
     for (int step = 0; step < STEPS; step += 2)
@@ -117,36 +125,53 @@ struct Queries {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
-score_tiles(const bf16* index_q, const bf16* index_k_cache, const int* query_start_loc, const int* seq_lens,
-            const int* block_table, const int* num_seqs, uint32* all_scores, int first_row, int num_rows,
-            int row_stride, int max_items, int max_blocks, int batch_size) {
-  DYNAMIC_SHARED(Keys, stages);
-  wait_for_previous();
-  start_next();
-  const RowTile tile =
-      locate_tile(blockIdx.x, first_row, first_row + num_rows, query_start_loc, seq_lens, num_seqs, batch_size);
-  if (tile.sequence < 0 || tile.visible(tile.count - 1) <= COUNT) return;
-  const int num_chunks = ceil_div(tile.visible(tile.count - 1), CHUNK);
-  const int begin = num_chunks * int(blockIdx.y) / int(gridDim.y), end = num_chunks * int(blockIdx.y + 1) / int(gridDim.y);
-  if (begin == end) return;
-  const int* pages = block_table + int64(tile.sequence) * max_blocks;
+// What a block works on; in shared memory, to keep registers for the products.
+struct Work {
+  Turn turn;
+  RowTile tile;
+  int begin, end;  // chunks of groups
+};
+
+// The part of a tile that is this block's; false if there is none.
+__device__ __forceinline__ bool find_work(const Turn& turn, const int* query_start_loc, const int* seq_lens,
+                                          const int* num_seqs, int batch_size, Work& work) {
+  int tiles = 0, parts = 1, index = blockIdx.x;
+  RowTile tile;
+#pragma unroll 1
+  for (int round = 0; round < 2; ++round) {  // the first one counts the tiles
+    tile = locate_tile(index, turn, query_start_loc, seq_lens, num_seqs, batch_size, tiles);
+    parts = parts_of_tiles(tiles, gridDim.x);
+    if (int(blockIdx.x) >= tiles * parts) return false;
+    index = blockIdx.x % tiles;
+  }
+  const int groups = tile.visible(tile.count - 1), chunks = groups > COUNT ? ceil_div(groups, CHUNK) : 0;
+  const int part = blockIdx.x / tiles;
+  if (threadIdx.x == 0) work = {turn, tile, chunks * part / parts, chunks * (part + 1) / parts};
+  __syncthreads();
+  return true;
+}
+
+__device__ __forceinline__ void score_part(const Work& work, const bf16* index_q, const bf16* index_k_cache,
+                                           const int* block_table, uint32* all_scores, int max_blocks, Keys* stages) {
   auto copy = [&](int chunk) {
-    if (chunk < end) copy_keys(stages[chunk % STAGES], index_k_cache, pages, chunk * CHUNK, max_blocks);
+    if (chunk < work.end)
+      copy_keys(stages[chunk % STAGES], index_k_cache, block_table + int64(work.tile.sequence) * max_blocks,
+                chunk * CHUNK, max_blocks);
     commit_copies();
   };
-  copy(begin);
-  copy(begin + 1);
+  if (work.begin == work.end) return;
+  copy(work.begin);
+  copy(work.begin + 1);
   Queries queries;
-  queries.load(index_q, tile);
-  const int row = threadIdx.x / WARP * ROWS + threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-  const int visible = tile.visible(row);
-  uint32* scores = all_scores + int64(tile.first_row - first_row + row) * row_stride;
+  queries.load(index_q, work.tile);
 #pragma unroll 1
-  for (int chunk = begin; chunk < end; ++chunk) {
+  for (int chunk = work.begin; chunk < work.end; ++chunk) {
     wait_copies<1>();
     __syncthreads();
     copy(chunk + 2);
+    const int thread = made_anew(threadIdx.x), row = thread / WARP * ROWS + thread % WARP / 4, t = thread % 4;
+    const int visible = row < work.tile.count ? work.tile.visible(row) : -1;
+    uint32* scores = all_scores + int64(work.tile.first_row - work.turn.first_row + row) * work.turn.row_stride;
     uint32 best[ITEMS];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
@@ -156,9 +181,22 @@ score_tiles(const bf16* index_q, const bf16* index_k_cache, const int* query_sta
                     max(group + 2 < visible ? bits.z : 0, group + 3 < visible ? bits.w : 0));
       best[i] = max(best[i], __shfl_xor_sync(FULL_MASK, best[i], 1));
       best[i] = max(best[i], __shfl_xor_sync(FULL_MASK, best[i], 2));
-      if (row < tile.count && item < max_items) *reinterpret_cast<uint4*>(scores + group) = bits;
+      if (visible >= 0 && item < work.turn.max_items) *reinterpret_cast<uint4*>(scores + group) = bits;
     }
-    if (row < tile.count && t == 0)
-      *reinterpret_cast<uint4*>(scores + max_items * GROUPS + chunk * ITEMS) = {best[0], best[1], best[2], best[3]};
+    if (visible >= 0 && t == 0)
+      *reinterpret_cast<uint4*>(scores + work.turn.max_items * GROUPS + chunk * ITEMS) = {best[0], best[1], best[2], best[3]};
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+score_tiles(const bf16* index_q, const bf16* index_k_cache, const int* query_start_loc, const int* seq_lens,
+            const int* block_table, const int* num_seqs, uint32* scores, int index, int num_tokens, int capacity,
+            int max_blocks, int batch_size) {
+  DYNAMIC_SHARED(Keys, stages);
+  __shared__ Work work;
+  wait_for_previous();
+  start_next();
+  const Turn turn = find_turn(index, num_tokens, capacity, seq_lens, num_seqs, batch_size);
+  if (find_work(turn, query_start_loc, seq_lens, num_seqs, batch_size, work))
+    score_part(work, index_q, index_k_cache, block_table, scores, max_blocks, stages);
 }
