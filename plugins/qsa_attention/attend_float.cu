@@ -1,4 +1,4 @@
-// `attend` for float32 activations: one query head of a row over one of gridDim.y parts of its list of tokens, a warp a token.
+// `attend` for float32 activations: one query head of a row over every gridDim.y-th tile of its tokens, a warp a token.
 // Macros: HEAD_DIM, HQ, HKV, RATIO, PAGE, CACHE: float or e4m3.
 #include "qsa_attention/selection.cuh"
 
@@ -16,8 +16,8 @@ attend_float(const float* q, const int* selected_groups, const CACHE* kv_cache, 
   start_next();
   const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size);
   if (place.sequence < 0) return;
-  TokenList list(selected_groups + int64(token) * num_groups, num_groups, blockIdx.y, gridDim.y);
-  list.start(place, block_table, max_blocks);
+  TileWalk walk(selected_groups + int64(token) * num_groups, num_groups, blockIdx.y, gridDim.y);
+  walk.start(place, block_table, max_blocks);
 
   float queries[ITEMS], out[ITEMS], maximum = negative_infinity(), sum = 0.f;
 #pragma unroll
@@ -26,11 +26,9 @@ attend_float(const float* q, const int* selected_groups, const CACHE* kv_cache, 
     queries[i] = d < HEAD_DIM ? q[int64(blockIdx.x) * HEAD_DIM + d] * score_scale : 0.f;
     out[i] = 0.f;
   }
-  for (int first = 0; true; first += TILE) {
-    const int own_row = list.entry(first + lane, list.group(first + lane)).row();
-    if (first > 0 && !__any_sync(FULL_MASK, own_row >= 0)) break;
+  for (; walk.has_tile(); walk.advance()) {
     for (int i = warp; i < TILE; i += WARPS) {
-      const int row = __shfl_sync(FULL_MASK, own_row, i);
+      const int row = __shfl_sync(FULL_MASK, walk.now.row(), i);
       if (row < 0) continue;
       const CACHE* key = kv_cache + (int64(row) * HKV + kv_head) * HEAD_DIM;
       const CACHE* value = key + int64(PAGE) * HKV * HEAD_DIM;

@@ -4,7 +4,7 @@
 #include "qsa_attention/parts.cuh"
 
 constexpr int TILE = WARP;  // entries of the list that a block takes at once, one a lane
-constexpr int UNIT = RATIO > 0 ? RATIO : TILE;  // entries that stay together
+constexpr int GROUP_TOKENS = RATIO > 0 ? RATIO : 1;
 
 struct CacheEntry {
   int token;  // -1: none
@@ -14,32 +14,53 @@ struct CacheEntry {
   __device__ __forceinline__ int row() const { return token < 0 ? -1 : page * 2 * PAGE + token % PAGE; }
 };
 
-// The part of the list of a query that one of `splits` blocks has: every `splits`-th unit of it, from unit `split` on.
-// Units are the tail, then the selected groups; dense: UNIT tokens each, from token 0 to that of the query. Groups are -1
-// behind the last selected one, so that but for the tail the first tile without an entry ends the part. An entry is found
-// in two steps, for the loads to be under way together: `group`, then `entry` of it.
-struct TokenList {
+// Walks over every `num_walks`-th tile of the list of a query, from tile `first` on; a lane has one entry of each tile.
+// Entries are RATIO tokens of the tail, then RATIO of each selected group; dense: tokens 0 to that of the query. Groups
+// are -1 behind the last selected one, so that a tile without an entry ends the walk. The loads that find an entry
+// (group, then page) are under way while the tiles in front of it are worked on, and its rows can be prefetched.
+struct TileWalk {
   const int* groups;  // selected groups of the query
-  int num_groups, split, splits;
-  const int* pages;  // of its sequence
-  int position;      // of the query; -1: a row of padding, whose list is empty
+  const int* pages;   // of its sequence
+  int num_groups, position;
+  int index, step;                // entry of this lane in the current tile; entries from tile to tile
+  CacheEntry now, next, prefetch;  // entries `index`, `index + step`, `index + 2 * step`
+  int group;                      // of entry `index + 3 * step`
 
-  __device__ __forceinline__ TokenList(const int* groups, int num_groups, int split, int splits)
-      : groups(groups), num_groups(num_groups), split(split), splits(splits), pages(nullptr), position(-1) {}
+  __device__ __forceinline__ TileWalk(const int* selected, int count, int first, int num_walks)
+      : groups(selected), num_groups(count), index(first * TILE + int(threadIdx.x % WARP)), step(num_walks * TILE) {
+    now.token = load_group(index);  // groups until `start`
+    next.token = load_group(index + step);
+    prefetch.token = load_group(index + 2 * step);
+    group = load_group(index + 3 * step);
+  }
+  // For a row of padding the list is empty.
   __device__ __forceinline__ void start(const TokenPlace& place, const int* block_table, int max_blocks) {
     pages = block_table + int64(place.sequence) * max_blocks;
     position = place.sequence < 0 ? -1 : place.position;
+    now = entry(index, now.token);
+    next = entry(index + step, next.token);
+    prefetch = entry(index + 2 * step, prefetch.token);
   }
-  __device__ __forceinline__ int unit(int at) const { return split + at / UNIT * splits; }
-  __device__ __forceinline__ int group(int at) const {
-    const int slot = unit(at) - 1;
+  __device__ __forceinline__ bool has_tile() const { return __any_sync(FULL_MASK, now.token >= 0); }
+  __device__ __forceinline__ void advance() {
+    now = next, next = prefetch;
+    index += step;
+    prefetch = entry(index + 2 * step, group);
+    group = load_group(index + 3 * step);
+  }
+
+ private:
+  __device__ __forceinline__ int load_group(int at) const {
+    const int slot = at / GROUP_TOKENS - 1;
     return RATIO > 0 && slot >= 0 && slot < num_groups ? groups[slot] : -1;
   }
-  // Entry `at` of the part; `group` is what the function of that name gave for it.
-  __device__ __forceinline__ CacheEntry entry(int at, int group) const {
-    if (RATIO == 0) group = unit(at);
-    if (RATIO > 0 && unit(at) == 0) group = (position + 1) / UNIT;  // the tail
-    const int token = group < 0 ? -1 : group * UNIT + at % UNIT;
-    return token < 0 || token > position ? CacheEntry{-1, 0} : CacheEntry{token, pages[token / PAGE]};
+  __device__ __forceinline__ CacheEntry entry(int at, int of_group) const {
+    int token = at;
+    if (RATIO > 0) {
+      if (at < GROUP_TOKENS) of_group = (position + 1) / GROUP_TOKENS;  // the tail
+      token = of_group < 0 ? -1 : of_group * GROUP_TOKENS + at % GROUP_TOKENS;
+    }
+    if (token > position) token = -1;
+    return {token, token < 0 ? 0 : pages[token / PAGE]};
   }
 };

@@ -7,16 +7,14 @@ from collections.abc import Iterator
 import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, ScratchRef, c_type
+from qwen4exp_trt.plugins.kernels import Call, Kernel, Launch, c_type
 from qwen4exp_trt.plugins.qsa_select.tiles import takes, tile_launches
 
 GROUPS = 16
 """Groups of an item of the scores, which share a best score, as in score.cuh and select.cu."""
 SCORE_THREADS = 128
-SCORE_BLOCKS = 4
-"""Blocks of scores a multiprocessor."""
-SCORE_STAGES = 2
-"""Items of which a warp of the BF16 scores has the keys under way: with this and `SCORE_BLOCKS`, all of 65,536 groups."""
+SCORE_BLOCKS = 5
+"""Blocks of scores a multiprocessor: as many as its registers hold."""
 TILE_ROWS = 32
 """Rows of a sequence that share a read of its keys."""
 SELECT_THREADS = (128, 512)
@@ -42,6 +40,7 @@ def launches(call: Call) -> Iterator[Launch]:
     if takes(call, heads, count):
         yield from tile_launches(call, heads, count, scratch, -(-tokens // rows_at_once))
         return
+    score = _score_kernel(call, heads, ratio, count)
     least, most = SELECT_THREADS
     threads = min(max(1 << (-(-max_groups // SCORES_PER_THREAD) - 1).bit_length(), least), most)
     defines = (("RATIO", ratio), ("COUNT", count), ("BLOCK_THREADS", threads), ("SCORED", int(needs_scores)))
@@ -49,7 +48,19 @@ def launches(call: Call) -> Iterator[Launch]:
     for first in range(0, tokens, rows_at_once):
         rows = min(rows_at_once, tokens - first)
         if needs_scores:
-            yield _score_launch(call, heads, scratch, first, rows, (row_stride, max_items))
+            # One multiprocessor is left to a block of the choice, which is then in place when the scores are.
+            blocks = min(SCORE_BLOCKS * max(call.num_sms - 1, 1), (batch_size + rows // TILE_ROWS) * max_items)
+            yield Launch(
+                score,
+                grid=(blocks, 1, 1),
+                threads=SCORE_THREADS,
+                args=(
+                    *(call[name] for name in ("index_q", "index_k_cache", "query_start_loc", "seq_lens")),
+                    *(call["block_table"], call["num_seqs"], scratch, first, rows),
+                    *(row_stride, max_items, dims["MB"], batch_size),
+                ),
+                shared_bytes=4 * (batch_size + 1),
+            )
         yield Launch(
             select,
             grid=(rows, 1, 1),
@@ -77,30 +88,11 @@ def _heads(call: Call) -> int:
     return heads
 
 
-def _score_launch(
-    call: Call, heads: int, scratch: ScratchRef, first: int, rows: int, layout: tuple[int, int]
-) -> Launch:
-    """Scores of ``rows`` rows from ``first`` on, with ``layout`` the stride of a row's and how many items it has."""
-    dims, dtype, batch_size = call.dims, call["index_q"].dtype, call.dims["B"]
+def _score_kernel(call: Call, heads: int, ratio: int, count: int) -> Kernel:
+    dtype = call["index_q"].dtype
+    name = "score_bf16" if dtype == torch.bfloat16 else "score_f32"
     defines = (
-        *(("HEADS", heads), ("DIM", dims["D"]), ("RATIO", call.attrs["compress_ratio"]), ("PAGE", dims["G"])),
-        ("COUNT", call.attrs["budget"] // call.attrs["compress_ratio"]),
+        *(("ACTIVATION", c_type(dtype)), ("HEADS", heads), ("DIM", call.dims["D"]), ("RATIO", ratio)),
+        *(("PAGE", call.dims["G"]), ("COUNT", count), ("TILE_ROWS", TILE_ROWS), ("BLOCK_THREADS", SCORE_THREADS)),
     )
-    args = (
-        *(call[name] for name in ("index_q", "index_k_cache", "query_start_loc", "seq_lens")),
-        *(call["block_table"], call["num_seqs"], scratch, first, rows),
-        *(*layout, dims["MB"], batch_size),
-    )
-    name, stages = ("score_bf16", SCORE_STAGES) if dtype == torch.bfloat16 else ("score_f32", 0)
-    defines = (("ACTIVATION", c_type(dtype)), *defines, ("TILE_ROWS", TILE_ROWS), ("BLOCK_THREADS", SCORE_THREADS))
-    defines = (*defines, ("STAGES", stages)) if stages else defines
-    ring_bytes = stages * SCORE_THREADS // 32 * GROUPS * -(-dims["D"] // 32) * 64
-    # One multiprocessor is left to a block of the choice, which is then in place when the scores are.
-    blocks = min(SCORE_BLOCKS * max(call.num_sms - 1, 1), (batch_size + rows // TILE_ROWS) * layout[1])
-    return Launch(
-        Kernel(f"qsa_select/{name}.cu", name, defines),
-        grid=(blocks, 1, 1),
-        threads=SCORE_THREADS,
-        args=args,
-        shared_bytes=ring_bytes + 4 * (batch_size + 1),
-    )
+    return Kernel(f"qsa_select/{name}.cu", name, defines)

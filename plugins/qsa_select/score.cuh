@@ -123,13 +123,12 @@ struct Work {
 // The items of this block.
 template <typename Scorer>
 __device__ __forceinline__ void score_items(const Operands& x) {
-  DYNAMIC_SHARED(unsigned char, shared);
-  int* starts = reinterpret_cast<int*>(shared + WARPS * Scorer::WARP_BYTES);  // of a batch of several
+  DYNAMIC_SHARED(int, starts);  // of a batch of several
   wait_for_previous();
   start_next();
   Share share = {0, int(blockIdx.x + gridDim.x * (threadIdx.x / WARP)), int(gridDim.x) * WARPS, 0};
   Work work = {};
-  Scorer scorer(shared + threadIdx.x / WARP * Scorer::WARP_BYTES);
+  Scorer scorer;
   scorer.find(x, share);  // of a single sequence, while its lengths are under way
   if (x.batch_size > 1) {
     number_items(x, starts);
@@ -141,6 +140,12 @@ __device__ __forceinline__ void score_items(const Operands& x) {
   while (work.next(x, starts, rows, share)) {
     if (share.item >= share.last) continue;
     if (x.batch_size > 1 || work.tile > 1) scorer.find(x, share);
-    scorer.score(x, rows, share);
+    Share now = share;
+    scorer.start(x, rows);
+    for (; now.item < now.last; now.item += now.step) {
+      scorer.load(x, now);
+      scorer.find(x, {now.sequence, now.item + now.step, 0, 0});
+      scorer.score(x, rows, now.item);
+    }
   }
 }

@@ -1,7 +1,6 @@
 // Index scores on tensor cores: keys are the rows of a product and heads of query rows its columns. A lane reads 16
 // bytes of a key or a query at a time, which serve as both halves of two steps of k: sums are over the same k in
 // either.
-// Macro: STAGES (items of a warp that are copied ahead).
 #include "qsa_select/score.cuh"
 
 struct TensorCores {
@@ -10,63 +9,32 @@ struct TensorCores {
   static constexpr int CHUNKS = ceil_div(DIM, 32);
   static_assert(HEADS <= 8 && DIM % 8 == 0, "see launch.py");
 
-  // Of a slot of the ring, which has the keys of groups lane / 4 and lane / 4 + 8 of an item. A lane copies what it reads
-  // itself.
-  struct Keys {
-    uint4 low[CHUNKS][WARP], high[CHUNKS][WARP];
-  };
-  static constexpr int WARP_BYTES = STAGES * sizeof(Keys);
+  int low_page, high_page;
+  uint4 low[CHUNKS], high[CHUNKS];  // keys of groups lane / 4 and lane / 4 + 8 of an item
+  uint4 queries[CHUNKS];            // of column lane / 4 of a product
+  int products;                     // of 8 columns
 
-  Keys* ring;
-  int low_pages[STAGES], high_pages[STAGES];  // of the next items
-  uint4 queries[CHUNKS];                      // of column lane / 4 of a product
-  int products;                               // of 8 columns
-
-  __device__ __forceinline__ explicit TensorCores(void* shared) : ring(static_cast<Keys*>(shared)) {}
-
-  // Pages of the first items of a share.
   __device__ __forceinline__ void find(const Operands& x, const Share& share) {
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) find_item(x, share.sequence, share.item + i * share.step, i);
-  }
-  __device__ __forceinline__ void find_item(const Operands& x, int sequence, int item, int i) {
-    const int group = item * GROUPS + threadIdx.x % WARP / 4;
-    low_pages[i] = x.page_of(sequence, group);
-    high_pages[i] = PAGE % GROUPS == 0 ? low_pages[i] : x.page_of(sequence, group + 8);
+    const int group = share.item * GROUPS + threadIdx.x % WARP / 4;
+    low_page = x.page_of(share.sequence, group);
+    high_page = PAGE % GROUPS == 0 ? low_page : x.page_of(share.sequence, group + 8);
   }
 
-  __device__ __forceinline__ void copy(const Operands& x, int item, int i, Keys& keys) const {
-    const int lane = threadIdx.x % WARP, group = item * GROUPS + lane / 4, column = lane % 4 * 8;
-    const ACTIVATION* from_low = x.key(low_pages[i], group) + column;
-    const ACTIVATION* from_high = x.key(high_pages[i], group + 8) + column;
+  __device__ __forceinline__ void load(const Operands& x, const Share& share) {
+    const int group = share.item * GROUPS + threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 8;
+    const ACTIVATION* from_low = x.key(low_page, group) + column;
+    const ACTIVATION* from_high = x.key(high_page, group + 8) + column;
 #pragma unroll
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-      const bool exists = DIM % 32 == 0 || chunk * 32 + column < DIM;
-      copy_async_16(&keys.low[chunk][lane], from_low + chunk * 32, exists);
-      copy_async_16(&keys.high[chunk][lane], from_high + chunk * 32, exists);
+    for (int i = 0; i < CHUNKS; ++i) {
+      const bool exists = DIM % 32 == 0 || i * 32 + column < DIM;
+      low[i] = exists ? load_streaming(from_low + i * 32) : uint4{0, 0, 0, 0};
+      high[i] = exists ? load_streaming(from_high + i * 32) : uint4{0, 0, 0, 0};
     }
   }
 
-  // The items of `share`, of which `find` has found the first.
-  __device__ __forceinline__ void score(const Operands& x, const Rows& rows, const Share& share) {
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) {
-      if (share.item + i * share.step < share.last) copy(x, share.item + i * share.step, i, ring[i]);
-      commit_copies();
-    }
+  __device__ __forceinline__ void start(const Operands& x, const Rows& rows) {
     products = ceil_div(rows.count * COLUMNS, 8);
     load_queries(x, rows, 0);
-    int slot = 0;
-#pragma unroll 1
-    for (int item = share.item; item < share.last; item += share.step) {
-      const int next = item + STAGES * share.step;
-      find_item(x, share.sequence, next, 0);
-      wait_copies<STAGES - 1>();
-      score_item(x, rows, item, ring[slot]);
-      if (next < share.last) copy(x, next, 0, ring[slot]);
-      commit_copies();
-      slot = slot + 1 < STAGES ? slot + 1 : 0;
-    }
   }
 
   __device__ __forceinline__ void load_queries(const Operands& x, const Rows& rows, int product) {
@@ -79,17 +47,14 @@ struct TensorCores {
       queries[i] = exists && i * 32 + k < DIM ? *reinterpret_cast<const uint4*>(from + i * 32) : uint4{0, 0, 0, 0};
   }
 
-  __device__ __forceinline__ void score_item(const Operands& x, const Rows& rows, int item, const Keys& keys) {
-    const int lane = threadIdx.x % WARP;
+  __device__ __forceinline__ void score(const Operands& x, const Rows& rows, int item) {
 #pragma unroll 1
     for (int product = 0; product < products; ++product) {
       float even[4] = {}, odd[4] = {};
 #pragma unroll
       for (int i = 0; i < CHUNKS; ++i) {
-        if (i > 0 && i % 2 == 0) __syncwarp();  // no earlier loads, which would take registers
-        const uint4 low = keys.low[i][lane], high = keys.high[i][lane];
-        const uint32 first[4] = {low.x, high.x, low.y, high.y}, first_q[2] = {queries[i].x, queries[i].y};
-        const uint32 second[4] = {low.z, high.z, low.w, high.w}, second_q[2] = {queries[i].z, queries[i].w};
+        const uint32 first[4] = {low[i].x, high[i].x, low[i].y, high[i].y}, first_q[2] = {queries[i].x, queries[i].y};
+        const uint32 second[4] = {low[i].z, high[i].z, low[i].w, high[i].w}, second_q[2] = {queries[i].z, queries[i].w};
         mma_16x8x16(even, first, first_q);
         mma_16x8x16(odd, second, second_q);
       }
@@ -124,8 +89,7 @@ struct TensorCores {
   }
 };
 
-// Registers are left for a block of the choice beside three of these.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 7)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS)
 score_bf16(const ACTIVATION* index_q, const ACTIVATION* index_k_cache, const int* query_start_loc, const int* seq_lens,
            const int* block_table, const int* num_seqs, uint32* scores, int first_row, int num_rows, int row_stride,
            int max_items, int max_blocks, int batch_size) {

@@ -2,18 +2,18 @@
 #include "qsa_select/score.cuh"
 
 struct PlainSums {
-  static constexpr int WARP_BYTES = 0;
+  int page;
+  const float* keys;
 
-  __device__ __forceinline__ explicit PlainSums(void*) {}
-  __device__ __forceinline__ void find(const Operands&, const Share&) {}
-
-  __device__ __forceinline__ void score(const Operands& x, const Rows& rows, const Share& share) const {
-    for (int item = share.item; item < share.last; item += share.step) {
-      const int group = item * GROUPS + threadIdx.x % GROUPS;
-      score_item(x, rows, item, x.key(x.page_of(share.sequence, group), group));
-    }
+  __device__ __forceinline__ void find(const Operands& x, const Share& share) {
+    page = x.page_of(share.sequence, share.item * GROUPS + threadIdx.x % GROUPS);
   }
-  __device__ __forceinline__ void score_item(const Operands& x, const Rows& rows, int item, const float* keys) const {
+  __device__ __forceinline__ void load(const Operands& x, const Share& share) {
+    keys = x.key(page, share.item * GROUPS + threadIdx.x % GROUPS);
+  }
+  __device__ __forceinline__ void start(const Operands&, const Rows&) {}
+
+  __device__ __forceinline__ void score(const Operands& x, const Rows& rows, int item) {
     const int group = item * GROUPS + threadIdx.x % GROUPS;
     for (int first = 0; first < rows.count; first += 2) {
       const int row = first + threadIdx.x % WARP / GROUPS;
