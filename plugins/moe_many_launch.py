@@ -1,0 +1,202 @@
+"""Launches of the mixtures of experts for many tokens: grouped products of tiles of tokens, on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from qwen4exp_trt.plugins.kernels import MAX_SHARED_BYTES, Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef
+from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Defines, ExpertFormat, Sizes
+
+WARP = 32
+MANY_TOKENS = 256
+"""Rows of a step from which these kernels are the faster ones, as measured on an H200."""
+MOST_ROWS = 8192
+"""Rows of a step that are routed together: what bounds the workspace."""
+WARPS = 4
+THREADS = WARPS * WARP
+ROUTE_WARPS, ROUTE_TOKENS = 16, 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tiles of 8 tokens of a block; tiles of 16 rows of a warp; stages of K; blocks that an SM has room for."""
+
+    token_tiles: int
+    row_tiles: int
+    stages: int
+    blocks: int
+    tiles_apart: int = 2
+    """A tile of fewer tokens saves the work of whole multiples of so many token tiles."""
+
+    @property
+    def tokens(self) -> int:
+        return 8 * self.token_tiles
+
+    @property
+    def defines(self) -> Defines:
+        return (
+            *(("TOKEN_TILES", self.token_tiles), ("ROW_TILES", self.row_tiles), ("STAGES", self.stages)),
+            *(("MIN_BLOCKS", self.blocks), ("TILES_APART", self.tiles_apart)),
+        )
+
+    def shared_bytes(self, *formats: ExpertFormat) -> int:
+        return self.stages * max(self._stage_bytes(form) for form in formats)
+
+    def _stage_bytes(self, form: ExpertFormat) -> int:
+        elements = 64 if form == BF16 else 128
+        slot = 1024 + {NVFP4: 128, FP8_BLOCKS: 16, BF16: 0}[form]
+        return elements * self.tokens * 2 + WARPS * elements // form.step * self.row_tiles * slot
+
+
+ROUTER = Shape(token_tiles=8, row_tiles=1, stages=3, blocks=3)
+
+
+def takes_many_tokens(sizes: Sizes, rows: int) -> bool:
+    """Whether a step of so many rows is for these kernels."""
+    whole = sizes.on_tensor_cores and sizes.experts % 16 == 0
+    return rows >= MANY_TOKENS and whole and all(experts.inner % 64 == 0 for experts in (sizes.routed, sizes.shared))
+
+
+def _shape(sizes: Sizes, rows: int) -> Shape:
+    """Tiles that few experts have more tokens than, so that most weights are decoded once."""
+    of_expert = rows * sizes.choices / sizes.experts
+    if FP8_BLOCKS in (sizes.routed.format, sizes.shared.format):
+        return Shape(token_tiles=6 if of_expert > 24 else 4, row_tiles=2, stages=2, blocks=3)
+    if of_expert <= 12:
+        return Shape(token_tiles=3, row_tiles=2, stages=2, blocks=4, tiles_apart=1)
+    if of_expert <= 24:
+        return Shape(token_tiles=4, row_tiles=2, stages=2, blocks=4)
+    return Shape(token_tiles=8 if of_expert <= 48 else 12, row_tiles=2, stages=2, blocks=3)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Rows ``first`` up to ``first + count`` of a step, routed together, and the workspace for them."""
+
+    first: int
+    count: int
+    logits: ScratchRef
+    arranged: ScratchRef
+    chosen: ScratchRef
+    weights: ScratchRef
+    counts: ScratchRef
+    firsts: ScratchRef
+    positions: ScratchRef
+    tokens: ScratchRef
+    tiles: ScratchRef
+    num_tiles: ScratchRef
+    hidden: ScratchRef
+    outputs: ScratchRef
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.first, self.count
+
+
+def many_launches(call: Call, sizes: Sizes) -> Iterator[Launch]:
+    """Router, choice of experts, tiles by expert, gate and up, down, and the weighted sum, in turns of `MOST_ROWS`."""
+    total = call["x"].shape[0]
+    most = min(total, MOST_ROWS)
+    pairs, blocks = most * sizes.choices, -(-most // ROUTE_TOKENS)
+    i32 = torch.int32
+    scratch = {
+        "logits": call.scratch(most, (sizes.experts + 4) // 4 * 4),
+        "arranged": call.scratch(most if _arranged(sizes) != BF16 else 0, sizes.hidden, dtype=torch.bfloat16),
+        "chosen": call.scratch(pairs, dtype=i32),
+        "weights": call.scratch(pairs),
+        "counts": call.scratch(sizes.experts, _count_pitch(most), dtype=torch.uint8),
+        "firsts": call.scratch(blocks, sizes.experts, dtype=i32),
+        "positions": call.scratch(pairs, dtype=i32),
+        "tokens": call.scratch(pairs, dtype=i32),
+        "tiles": call.scratch(pairs, 4, dtype=i32),
+        "num_tiles": call.scratch(1, dtype=i32),
+        "hidden": call.scratch(pairs + most, max(sizes.routed.inner, sizes.shared.inner), dtype=torch.bfloat16),
+        "outputs": call.scratch(pairs + most, sizes.hidden),
+    }
+    for first in range(0, total, MOST_ROWS):
+        turn = Turn(first, min(MOST_ROWS, total - first), **scratch)
+        yield from _route(call, sizes, turn)
+        yield from _experts(call, sizes, turn)
+
+
+def _arranged(sizes: Sizes) -> ExpertFormat:
+    """The format for which x is arranged; `BF16` if none wants it. Only one of them ever stands beside BF16."""
+    return sizes.routed.format if sizes.routed.format != BF16 else sizes.shared.format
+
+
+def _count_pitch(rows: int) -> int:
+    """Bytes for an expert's counts in all blocks of `many_route`, which are read 16 at a time."""
+    return -(-rows // (16 * ROUTE_TOKENS)) * 16
+
+
+def _route(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
+    batch, hidden = (call["query_start_loc"], call["num_seqs"]), ("HIDDEN", sizes.hidden)
+    yield Launch(
+        Kernel("moe/many_prepare.cu", "many_prepare", (*sizes.routing, hidden, ("ARRANGED", _arranged(sizes).name))),
+        grid=(-(-turn.count // WARPS), 1, 1),
+        threads=THREADS,
+        args=(call["x"], call["shared_expert_gate"], turn.logits, turn.arranged, *turn.span),
+    )
+    row_blocks = -(-sizes.experts // (16 * ROUTER.row_tiles * WARPS))
+    yield Launch(
+        Kernel("moe/many_router.cu", "many_router", (*sizes.routing, hidden, *ROUTER.defines)),
+        grid=(row_blocks * -(-turn.count // ROUTER.tokens), 1, 1),
+        threads=THREADS,
+        args=(call["x"], call["router_weight"], turn.logits, *turn.span),
+        shared_bytes=ROUTER.shared_bytes(BF16),
+    )
+    shape = _shape(sizes, turn.count)
+    defines = (*sizes.routing, ("NORMALIZED", sizes.normalized), ("TILE_TOKENS", shape.tokens))
+    grid = (-(-turn.count // ROUTE_TOKENS), 1, 1)
+    yield Launch(
+        Kernel("moe/many_route.cu", "many_route", defines),
+        grid=grid,
+        threads=ROUTE_WARPS * WARP,
+        args=(
+            *(turn.logits, turn.chosen, turn.weights, turn.counts, turn.firsts, turn.tiles, turn.num_tiles),
+            *(SemaphoreRef(), *batch, *turn.span, _count_pitch(turn.count)),
+        ),
+        shared_bytes=ROUTE_WARPS * 8 * sizes.experts,
+    )
+    yield Launch(
+        Kernel("moe/many_route.cu", "many_place", defines),
+        grid=grid,
+        threads=ROUTE_WARPS * WARP,
+        args=(turn.chosen, turn.firsts, turn.tokens, turn.positions, *batch, *turn.span),
+    )
+
+
+def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
+    shape, pairs = _shape(sizes, turn.count), turn.count * sizes.choices
+    shared_tiles = -(-turn.count // shape.tokens)
+    routed_tiles = min(pairs, sizes.experts) + pairs // shape.tokens
+    formats = (sizes.routed.format, sizes.shared.format)
+    defines = (*sizes.groups, *shape.defines)
+    batch = (call["query_start_loc"], call["num_seqs"])
+    lists = (turn.tiles, turn.num_tiles, *batch)
+
+    def launch(name: str, routed_blocks: int, shared_blocks: int, args: tuple[Arg, ...]) -> Launch:
+        return Launch(
+            Kernel(f"moe/{name}.cu", name, defines),
+            grid=(shared_tiles * shared_blocks + routed_tiles * routed_blocks, 1, 1),
+            threads=THREADS,
+            args=(*args, *turn.span, shared_tiles * shared_blocks),
+            shared_bytes=shape.shared_bytes(*formats),
+        )
+
+    rows = 8 * shape.row_tiles * WARPS
+    weights = (*sizes.routed.args("gate_up"), *sizes.shared.args("gate_up"))
+    args = (call["x"], turn.arranged, *weights, turn.tokens, *lists, turn.hidden)
+    yield launch("many_gate_up", sizes.routed.inner // rows, sizes.shared.inner // rows, args)
+    weights = (*sizes.routed.args("down"), *sizes.shared.args("down"))
+    blocks = sizes.hidden // (2 * rows)
+    yield launch("many_down", blocks, blocks, (*weights, turn.hidden, *lists, turn.outputs))
+    yield Launch(
+        Kernel("moe/many_combine.cu", "many_combine", (*sizes.routing, ("HIDDEN", sizes.hidden))),
+        grid=(-(-sizes.hidden // 512), turn.count, 1),
+        threads=THREADS,
+        args=(turn.outputs, turn.weights, turn.positions, turn.logits, *batch, call["out"], *turn.span),
+    )
