@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qwen4exp_trt.plugins.kernels import MAX_SHARED_BYTES, Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef
+from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef
 from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Defines, ExpertFormat, Sizes
 
 WARP = 32

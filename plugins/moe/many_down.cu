@@ -5,38 +5,50 @@
 constexpr int BLOCK_ROWS = 16 * ROW_TILES * WARPS, BLOCKS = HIDDEN / BLOCK_ROWS;
 static_assert(HIDDEN % BLOCK_ROWS == 0, "whole blocks of rows");
 
+// What a block works on, in shared memory: it would take registers from the product.
+struct Task {
+  Tile tile;
+  uint32 offsets[TILE_TOKENS];  // of the tokens in `hidden`, in bytes
+};
+
+template <int N>
+__device__ __forceinline__ void store_outputs(const float (&sums)[ROW_TILES][N][4], float scale, const Tile& tile,
+                                              float* to) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int right = 0; right < 2; ++right) {
+      const int token = 8 * n + threadIdx.x % 4 * 2 + right;
+      if (token >= tile.count) continue;
+      float* row = to + int64(tile.first + token) * HIDDEN;
+#pragma unroll
+      for (int m = 0; m < ROW_TILES; ++m) {
+        row[16 * m] = sums[m][n][right] * scale;
+        row[16 * m + 8] = sums[m][n][2 + right] * scale;
+      }
+    }
+}
+
 template <typename Format, int COLUMNS>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Lists& lists,
                                     const bf16* hidden, float* outputs) {
   DYNAMIC_SHARED(uint8, shared);
-  __shared__ int token_rows[TILE_TOKENS];
+  __shared__ Task task;
   const Tile tile = lists.tile(is_shared, block / BLOCKS);
   if (tile.count == 0) return;
-  for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS) token_rows[i] = tile.first + (i < tile.count ? i : 0);
-  const int lane = threadIdx.x % WARP;
-  const int row = block % BLOCKS * BLOCK_ROWS + threadIdx.x / WARP * (16 * ROW_TILES) + lane / 4;
-  const Weights weights = matrix<Format>(experts, tile.expert, HIDDEN, COLUMNS);
-  const LaneRows<Format, COLUMNS, ROW_TILES, 16> rows(weights, row, row + 8);
-  const float scale = sum_scale<Format>(weights, 0);
+  for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS)
+    task.offsets[i] = (tile.first + (i < tile.count ? i : 0)) * uint32(HIDDEN_PITCH * sizeof(bf16));
+  if (threadIdx.x == 0) task.tile = tile;
   __syncthreads();
   with_token_tiles<TOKEN_TILES>(tile.count, [&](auto tiles) {
     constexpr int N = decltype(tiles)::value;
+    using Product = TokenTile<Format, COLUMNS, ROW_TILES, 16, N, STAGES>;
     float sums[ROW_TILES][N][4];
-    TokenTile<Format, COLUMNS, ROW_TILES, 16, N, STAGES>::multiply(shared, rows,
-                                                                  TokenRows<HIDDEN_PITCH>{hidden, token_rows}, sums);
-#pragma unroll
-    for (int n = 0; n < N; ++n)
-#pragma unroll
-      for (int right = 0; right < 2; ++right) {
-        const int token = 8 * n + lane % 4 * 2 + right;
-        if (token >= tile.count) continue;
-        float* to = outputs + int64(tile.first + token) * HIDDEN + row;
-#pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m) {
-          to[16 * m] = sums[m][n][right] * scale;
-          to[16 * m + 8] = sums[m][n][2 + right] * scale;
-        }
-      }
+    const int row = block % BLOCKS * BLOCK_ROWS + threadIdx.x / WARP * (16 * ROW_TILES) + threadIdx.x % WARP / 4;
+    const Weights weights = matrix<Format>(experts, tile.expert, HIDDEN, COLUMNS);
+    Product::multiply(shared, Product::locate(weights, row, row + 8), {hidden, task.offsets}, sums);
+    const float scale = sum_scale<Format>(matrix<Format>(experts, task.tile.expert, HIDDEN, COLUMNS), 0);
+    store_outputs<N>(sums, scale, task.tile, outputs + row);
   });
 }
 

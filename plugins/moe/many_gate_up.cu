@@ -4,10 +4,16 @@
 
 constexpr int BLOCK_ROWS = 8 * ROW_TILES * WARPS;  // of hidden elements
 
+// What a block works on, in shared memory: it would take registers from the product.
+struct Task {
+  Tile tile;
+  uint32 offsets[TILE_TOKENS];  // of the tokens in x, in bytes
+};
+
 // Rounds the hidden elements and writes them in the order that the product with `down` wants.
 template <typename Format, int N>
 __device__ __forceinline__ void store_hidden(const float (&sums)[ROW_TILES][N][4], float gate_scale, float up_scale,
-                                             const Tile& tile, int first_row, uint8* shared, bf16* hidden) {
+                                             const Tile& tile, bf16* to, uint8* shared) {
   constexpr int PITCH = BLOCK_ROWS + 8, CHUNKS = BLOCK_ROWS / 8;
   bf16* staged = reinterpret_cast<bf16*>(shared);
   const int lane = threadIdx.x % WARP, place = arranged_place<Format>(lane / 4);
@@ -25,7 +31,7 @@ __device__ __forceinline__ void store_hidden(const float (&sums)[ROW_TILES][N][4
   __syncthreads();
   for (int i = threadIdx.x; i < tile.count * CHUNKS; i += THREADS) {
     const int token = i / CHUNKS, chunk = i % CHUNKS;
-    *reinterpret_cast<uint4*>(hidden + int64(tile.first + token) * HIDDEN_PITCH + first_row + 8 * chunk) =
+    *reinterpret_cast<uint4*>(to + int64(tile.first + token) * HIDDEN_PITCH + 8 * chunk) =
         *reinterpret_cast<const uint4*>(staged + token * PITCH + 8 * chunk);
   }
 }
@@ -34,26 +40,29 @@ template <typename Format, int ROWS>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Lists& lists, const bf16* x,
                                     const int* token_of_position, bf16* hidden) {
   DYNAMIC_SHARED(uint8, shared);
-  __shared__ int token_rows[TILE_TOKENS];
+  __shared__ Task task;
   constexpr int BLOCKS = ROWS / BLOCK_ROWS;
   static_assert(ROWS % BLOCK_ROWS == 0, "whole blocks of rows");
   const Tile tile = lists.tile(is_shared, block / BLOCKS);
   if (tile.count == 0) return;
   for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS) {
     const int position = tile.first + (i < tile.count ? i : 0);
-    token_rows[i] = is_shared ? position - lists.tokens * CHOICES : token_of_position[position];
+    const int token = is_shared ? position - lists.tokens * CHOICES : token_of_position[position];
+    task.offsets[i] = token * uint32(HIDDEN * sizeof(bf16));
   }
-  const int first_row = block % BLOCKS * BLOCK_ROWS;
-  const int row = first_row + threadIdx.x / WARP * (8 * ROW_TILES) + threadIdx.x % WARP / 4;
-  const Weights weights = matrix<Format>(experts, 2 * tile.expert, ROWS, HIDDEN);
-  const LaneRows<Format, HIDDEN, ROW_TILES, 8> rows(weights, row, row + ROWS);
-  const float gate_scale = sum_scale<Format>(weights, 0), up_scale = sum_scale<Format>(weights, 1);
+  if (threadIdx.x == 0) task.tile = tile;
   __syncthreads();
   with_token_tiles<TOKEN_TILES>(tile.count, [&](auto tiles) {
     constexpr int N = decltype(tiles)::value;
+    using Product = TokenTile<Format, HIDDEN, ROW_TILES, 8, N, STAGES>;
     float sums[ROW_TILES][N][4];
-    TokenTile<Format, HIDDEN, ROW_TILES, 8, N, STAGES>::multiply(shared, rows, TokenRows<HIDDEN>{x, token_rows}, sums);
-    store_hidden<Format, N>(sums, gate_scale, up_scale, tile, first_row, shared, hidden);
+    const int first_row = block % BLOCKS * BLOCK_ROWS;
+    const int row = first_row + threadIdx.x / WARP * (8 * ROW_TILES) + threadIdx.x % WARP / 4;
+    const Weights tile_weights = matrix<Format>(experts, 2 * tile.expert, ROWS, HIDDEN);
+    Product::multiply(shared, Product::locate(tile_weights, row, row + ROWS), {x, task.offsets}, sums);
+    const Weights weights = matrix<Format>(experts, 2 * task.tile.expert, ROWS, HIDDEN);
+    store_hidden<Format, N>(sums, sum_scale<Format>(weights, 0), sum_scale<Format>(weights, 1), task.tile,
+                            hidden + first_row, shared);
   });
 }
 

@@ -8,18 +8,19 @@ constexpr int TILE_TOKENS = 8 * TOKEN_TILES, BLOCK_ROWS = 16 * ROW_TILES * WARPS
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 many_router(const bf16* x, const bf16* router, float* logits, int first_token, int tokens) {
   DYNAMIC_SHARED(uint8, shared);
-  __shared__ int token_rows[TILE_TOKENS];
+  __shared__ uint32 offsets[TILE_TOKENS];
   const int lane = threadIdx.x % WARP, first = blockIdx.x / BLOCKS * TILE_TOKENS;
-  for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS) token_rows[i] = min(first + i, tokens - 1);
+  for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS)
+    offsets[i] = min(first + i, tokens - 1) * uint32(HIDDEN * sizeof(bf16));
   const int row = blockIdx.x % BLOCKS * BLOCK_ROWS + threadIdx.x / WARP * (16 * ROW_TILES) + lane / 4;
   const int low = row < EXPERTS ? row : lane / 4;  // a warp behind the last expert repeats the first ones
-  const LaneRows<Bf16, HIDDEN, ROW_TILES, 16> rows({router, nullptr, nullptr}, low, low + 8);
   wait_for_previous();
   start_next();
   __syncthreads();
   float sums[ROW_TILES][TOKEN_TILES][4];
-  const TokenRows<HIDDEN> from = {x + int64(first_token) * HIDDEN, token_rows};
-  TokenTile<Bf16, HIDDEN, ROW_TILES, 16, TOKEN_TILES, STAGES>::multiply(shared, rows, from, sums);
+  using Product = TokenTile<Bf16, HIDDEN, ROW_TILES, 16, TOKEN_TILES, STAGES>;
+  const TokenRows from = {x + int64(first_token) * HIDDEN, offsets};
+  Product::multiply(shared, Product::locate({router, nullptr, nullptr}, low, low + 8), from, sums);
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; ++n)
 #pragma unroll

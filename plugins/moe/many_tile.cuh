@@ -2,7 +2,7 @@
 //
 // Every warp multiplies all the tokens, so a weight is decoded once, in registers, for all of them. Codes go by
 // asynchronous copies to slots of the warp that needs them, tokens to slots of the block, DEPTH stages of K on their way
-// or in use at once. Tokens are rows of any order, given by their numbers in shared memory. A format that wants activations
+// or in use at once. Tokens are rows of any order. A format that wants activations
 // arranged (weight_formats.cuh) finds them so in memory: `arranged_place` says where an element of 8 stands.
 #pragma once
 #include "moe/tiles.cuh"
@@ -31,33 +31,25 @@ struct StageSizes {
   static constexpr int BYTES = TOKEN_BYTES + WARPS * WARP_BYTES;
 };
 
-// What a lane loads of a tile's rows: `low` and `high` of the first 16, and TILE_ROWS further on for each other 16.
-template <typename Format, int COLUMNS, int M, int TILE_ROWS>
-struct LaneRows {
-  typename Format::Rows rows[M];
+// What a lane loads of rows `elements` behind those of `rows`, which are of the same blocks of FP8 scales.
+__device__ __forceinline__ Nvfp4::Rows behind_rows(const Nvfp4::Rows& rows, int elements) {
+  return {{rows.codes[0] + elements / 2, rows.codes[1] + elements / 2},
+          {rows.scales[0] + elements / 16, rows.scales[1] + elements / 16}};
+}
+__device__ __forceinline__ Fp8Blocks::Rows behind_rows(const Fp8Blocks::Rows& rows, int elements) {
+  return {{rows.codes[0] + elements, rows.codes[1] + elements}, {rows.scales[0], rows.scales[1]}, rows.k, rows.last_block};
+}
+__device__ __forceinline__ Bf16::Rows behind_rows(const Bf16::Rows& rows, int elements) {
+  return {{rows.values[0] + 2 * elements, rows.values[1] + 2 * elements}};
+}
 
-  __device__ __forceinline__ LaneRows(const Weights& weights, int low, int high) {
-    const int first = threadIdx.x % 4 * (8 * Format::GROUPS);
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-      if constexpr (Format::HAS_SUM_SCALES) {
-        const int row = low + m * TILE_ROWS;
-        rows[m] = Format::locate(weights.values, weights.block_scales, COLUMNS, row, row + (high - low), first);
-      } else {
-        const Weights from = behind<Format>(weights, m * TILE_ROWS, COLUMNS);
-        rows[m] = Format::locate(from.values, from.block_scales, COLUMNS, low, high, first);
-      }
-    }
-  }
-};
-
-// The tokens of a tile: rows `rows[column]` (shared memory) of `values`, PITCH elements apart.
-template <int PITCH>
+// The tokens of a tile: that of column c begins `offsets[c]` (shared memory) bytes behind `values`.
 struct TokenRows {
   const bf16* values;
-  const int* rows;
+  const uint32* offsets;
 };
 
+// Rows of COLUMNS elements; the first rows of two neighbouring tiles of 16 are TILE_ROWS apart.
 template <typename Format, int COLUMNS, int M, int TILE_ROWS, int N, int DEPTH>
 struct TokenTile {
   using Sizes = StageSizes<Format, M, N, DEPTH>;
@@ -73,29 +65,30 @@ struct TokenTile {
       Format::copy(slot, rows, offset, true);
   }
 
-  template <int PITCH>
-  static __device__ __forceinline__ void copy_stage(uint8* slot, int stage,
-                                                    const LaneRows<Format, COLUMNS, M, TILE_ROWS>& weights,
-                                                    const TokenRows<PITCH>& tokens) {
-    constexpr int CHUNKS = Sizes::SLICES * 4 * TOKENS;
+  static __device__ __forceinline__ void copy_stage(uint8* slot, int stage, const typename Format::Rows& rows,
+                                                    const TokenRows& tokens) {
+    constexpr int APART = THREADS / (4 * Sizes::SLICES), ROUNDS = ceil_div(TOKENS, APART);  // tokens of a thread
+    // Eight lanes fill 128 bytes in a row; a warp reads whole rows.
+    const int t = threadIdx.x % 4, slice = threadIdx.x / 8 % Sizes::SLICES;
+    const int first = threadIdx.x / (8 * Sizes::SLICES) * 2 + threadIdx.x / 4 % 2;
+    uint32 offsets[ROUNDS];
+#pragma unroll
+    for (int i = 0; i < ROUNDS; ++i)
+      if (TOKENS % APART == 0 || first + i * APART < TOKENS) offsets[i] = tokens.offsets[first + i * APART];
     uint8* own = slot + Sizes::TOKEN_BYTES + threadIdx.x / WARP * Sizes::WARP_BYTES;
 #pragma unroll
     for (int step = 0; step < Sizes::STEPS; ++step)
 #pragma unroll
       for (int m = 0; m < M; ++m)
-        copy_weights(own + (step * M + m) * Format::SLOT_BYTES, weights.rows[m],
+        copy_weights(own + (step * M + m) * Format::SLOT_BYTES, behind_rows(rows, m * TILE_ROWS * COLUMNS),
                      stage * Sizes::ELEMENTS + step * Format::STEP);
-    // Eight lanes fill 128 bytes in a row; a warp reads whole rows.
-    const int t = threadIdx.x % 4, odd = threadIdx.x / 4 % 2;
+    const int k = stage * Sizes::ELEMENTS + slice / Format::GROUPS * Format::STEP + t * 8 * Format::GROUPS +
+                  slice % Format::GROUPS * 8;
+    const uint8* from = reinterpret_cast<const uint8*>(tokens.values + k);
+    uint8* to = slot + ((slice * TOKENS + first) * 4 + t) * 16;
 #pragma unroll
-    for (int i = 0; i < ceil_div(CHUNKS, THREADS); ++i) {
-      const int pair = (i * THREADS + threadIdx.x) / 8, slice = pair % Sizes::SLICES;
-      const int token = pair / Sizes::SLICES * 2 + odd;
-      if (CHUNKS % THREADS != 0 && token >= TOKENS) break;
-      const int k = stage * Sizes::ELEMENTS + slice / Format::GROUPS * Format::STEP + t * 8 * Format::GROUPS +
-                    slice % Format::GROUPS * 8;
-      copy_async_16(slot + ((slice * TOKENS + token) * 4 + t) * 16, tokens.values + int64(tokens.rows[token]) * PITCH + k);
-    }
+    for (int i = 0; i < ROUNDS; ++i)
+      if (TOKENS % APART == 0 || first + i * APART < TOKENS) copy_async_16(to + i * APART * 64, from + offsets[i]);
   }
 
   // sums += a step's product; what a lane has of the step's tokens is `x`, slices TOKENS * 4 apart.
@@ -125,8 +118,7 @@ struct TokenTile {
   }
 
   static __device__ __forceinline__ void multiply_stage(const uint8* slot, int stage,
-                                                        const LaneRows<Format, COLUMNS, M, TILE_ROWS>& weights,
-                                                        float (&sums)[M][N][4]) {
+                                                        const typename Format::Rows& rows, float (&sums)[M][N][4]) {
     const uint4* x = reinterpret_cast<const uint4*>(slot) + threadIdx.x % WARP;
     const uint8* own = slot + Sizes::TOKEN_BYTES + threadIdx.x / WARP * Sizes::WARP_BYTES;
     float stage_sums[M][N][4] = {};
@@ -141,21 +133,23 @@ struct TokenTile {
     if constexpr (Format::HAS_SUM_SCALES) {
       static_assert(Sizes::ELEMENTS == Format::BLOCK, "a stage has one scale of a row");
 #pragma unroll
-      for (int m = 0; m < M; ++m) {
-        const float scales[2] = {weights.rows[m].scales[0][stage], weights.rows[m].scales[1][stage]};
+      for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sums[m][n][i] += scales[i / 2] * stage_sums[m][n][i];
-      }
+          for (int i = 0; i < 4; ++i) sums[m][n][i] += rows.scales[i / 2][stage] * stage_sums[m][n][i];
     }
+  }
+
+  // What a lane multiplies of the tile with rows `low` and `high` of its first 16.
+  static __device__ __forceinline__ typename Format::Rows locate(const Weights& weights, int low, int high) {
+    return Format::locate(weights.values, weights.block_scales, COLUMNS, low, high, threadIdx.x % 4 * (8 * Format::GROUPS));
   }
 
   // sums[m][n] = rows of 16-row tile m times tokens 8n up to 8n + 8, as mma_16x8x16 has them. All threads call it, and
   // what is in `shared` may be overwritten behind a barrier.
-  template <int PITCH>
-  static __device__ __forceinline__ void multiply(uint8* shared, const LaneRows<Format, COLUMNS, M, TILE_ROWS>& weights,
-                                                  const TokenRows<PITCH>& tokens, float (&sums)[M][N][4]) {
+  static __device__ __forceinline__ void multiply(uint8* shared, const typename Format::Rows& rows,
+                                                  const TokenRows& tokens, float (&sums)[M][N][4]) {
 #pragma unroll
     for (int m = 0; m < M; ++m)
 #pragma unroll
@@ -164,7 +158,7 @@ struct TokenTile {
         for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.f;
 #pragma unroll
     for (int stage = 0; stage < DEPTH - 1; ++stage) {
-      if (stage < COUNT) copy_stage(shared + stage * Sizes::BYTES, stage, weights, tokens);
+      if (stage < COUNT) copy_stage(shared + stage * Sizes::BYTES, stage, rows, tokens);
       commit_copies();
     }
     int slot = 0, next_slot = (DEPTH - 1) * Sizes::BYTES;
@@ -172,9 +166,9 @@ struct TokenTile {
     for (int stage = 0; stage < COUNT; ++stage) {
       wait_copies<DEPTH - 2>();
       __syncthreads();
-      if (stage + DEPTH - 1 < COUNT) copy_stage(shared + next_slot, stage + DEPTH - 1, weights, tokens);
+      if (stage + DEPTH - 1 < COUNT) copy_stage(shared + next_slot, stage + DEPTH - 1, rows, tokens);
       commit_copies();
-      multiply_stage(shared + slot, stage, weights, sums);
+      multiply_stage(shared + slot, stage, rows, sums);
       slot = slot + Sizes::BYTES == DEPTH * Sizes::BYTES ? 0 : slot + Sizes::BYTES;
       next_slot = next_slot + Sizes::BYTES == DEPTH * Sizes::BYTES ? 0 : next_slot + Sizes::BYTES;
     }

@@ -1,4 +1,4 @@
-"""The kernels of the mixtures of experts for many tokens, by the emulator: tiles of any fill, skewed choices, padding."""
+"""The kernels of the mixtures of experts for many tokens, by the emulator: tiles of any fill, skews, turns, padding."""
 
 from __future__ import annotations
 
