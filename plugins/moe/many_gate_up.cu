@@ -54,12 +54,12 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
   __syncthreads();
   with_token_tiles<TOKEN_TILES>(tile.count, [&](auto tiles) {
     constexpr int N = decltype(tiles)::value;
-    using Product = TokenTile<Format, HIDDEN, ROW_TILES, 8, N, STAGES>;
+    using Product = TokenTile<Format, HIDDEN, ROWS, ROW_TILES, 8, N, STAGES>;
     float sums[ROW_TILES][N][4];
     const int first_row = block % BLOCKS * BLOCK_ROWS;
     const int row = first_row + threadIdx.x / WARP * (8 * ROW_TILES) + threadIdx.x % WARP / 4;
     const Weights tile_weights = matrix<Format>(experts, 2 * tile.expert, ROWS, HIDDEN);
-    Product::multiply(shared, Product::locate(tile_weights, row, row + ROWS), {x, task.offsets}, sums);
+    Product::multiply(shared, {tile_weights, row}, {x, task.offsets}, sums);
     const Weights weights = matrix<Format>(experts, 2 * task.tile.expert, ROWS, HIDDEN);
     store_hidden<Format, N>(sums, sum_scale<Format>(weights, 0), sum_scale<Format>(weights, 1), task.tile,
                             hidden + first_row, shared);

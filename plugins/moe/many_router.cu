@@ -18,9 +18,9 @@ many_router(const bf16* x, const bf16* router, float* logits, int first_token, i
   start_next();
   __syncthreads();
   float sums[ROW_TILES][TOKEN_TILES][4];
-  using Product = TokenTile<Bf16, HIDDEN, ROW_TILES, 16, TOKEN_TILES, STAGES>;
+  using Product = TokenTile<Bf16, HIDDEN, 8, ROW_TILES, 16, TOKEN_TILES, STAGES>;
   const TokenRows from = {x + int64(first_token) * HIDDEN, offsets};
-  Product::multiply(shared, Product::locate({router, nullptr, nullptr}, low, low + 8), from, sums);
+  Product::multiply(shared, {Weights{router, nullptr, nullptr}, low}, from, sums);
 #pragma unroll
   for (int n = 0; n < TOKEN_TILES; ++n)
 #pragma unroll

@@ -31,17 +31,39 @@ struct StageSizes {
   static constexpr int BYTES = TOKEN_BYTES + WARPS * WARP_BYTES;
 };
 
-// What a lane loads of rows `elements` behind those of `rows`, which are of the same blocks of FP8 scales.
-__device__ __forceinline__ Nvfp4::Rows behind_rows(const Nvfp4::Rows& rows, int elements) {
-  return {{rows.codes[0] + elements / 2, rows.codes[1] + elements / 2},
-          {rows.scales[0] + elements / 16, rows.scales[1] + elements / 16}};
-}
-__device__ __forceinline__ Fp8Blocks::Rows behind_rows(const Fp8Blocks::Rows& rows, int elements) {
-  return {{rows.codes[0] + elements, rows.codes[1] + elements}, {rows.scales[0], rows.scales[1]}, rows.k, rows.last_block};
-}
-__device__ __forceinline__ Bf16::Rows behind_rows(const Bf16::Rows& rows, int elements) {
-  return {{rows.values[0] + 2 * elements, rows.values[1] + 2 * elements}};
-}
+// What a lane reads of the rows of a tile of 16: 16 bytes a step of row `low` (lane / 4) and of the row APART further on.
+template <typename Format, int COLUMNS, int APART>
+struct LaneRows {
+  const uint8* values;  // of row `low`
+  const uint8* scales;  // NVFP4: of the row whose scales the lane copies; FP8: of row `low`
+
+  __device__ __forceinline__ LaneRows(const Weights& weights, int low) {
+    const int t = threadIdx.x % 4, row = is_same<Format, Nvfp4> && t == 1 ? low + APART : low;
+    values = static_cast<const uint8*>(weights.values) +
+             value_bytes<Format>(int64(low) * COLUMNS + t * (8 * Format::GROUPS));
+    scales = static_cast<const uint8*>(weights.block_scales);
+    if constexpr (is_same<Format, Nvfp4>) scales += int64(row) * (COLUMNS / 16);
+    if constexpr (is_same<Format, Fp8Blocks>) scales += scale_bytes<Format>(row / Format::BLOCK * Format::BLOCK, COLUMNS);
+  }
+
+  // Starts to fill a slot (weight_formats.cuh) with the tile `row` rows on from element `k`. FP8 scales stay where they are.
+  __device__ __forceinline__ void copy(uint8* slot, int row, int k) const {
+    const uint8* from = values + value_bytes<Format>(int64(row) * COLUMNS) + value_bytes<Format>(k);
+    uint8* to = slot + 16 * (threadIdx.x % WARP);
+    copy_async_16(to, from);
+    copy_async_16(to + 512, from + value_bytes<Format>(int64(APART) * COLUMNS));
+    if constexpr (is_same<Format, Nvfp4>) {
+      const int t = threadIdx.x % 4, g = threadIdx.x % WARP / 4;
+      if (t < 2) copy_async_8(slot + CODE_BYTES + 64 * t + 8 * g, scales + (int64(row) * COLUMNS + k) / 16);
+    }
+  }
+  // Of rows low and high, which hold for all of K in stage `stage`.
+  __device__ __forceinline__ void load_scales(int stage, float (&to)[2]) const {
+    const uint8* from = scales + stage * sizeof(float);
+    to[0] = *reinterpret_cast<const float*>(from);
+    to[1] = *reinterpret_cast<const float*>(from + (APART < Format::BLOCK ? 0 : scale_bytes<Format>(APART, COLUMNS)));
+  }
+};
 
 // The tokens of a tile: that of column c begins `offsets[c]` (shared memory) bytes behind `values`.
 struct TokenRows {
@@ -49,46 +71,39 @@ struct TokenRows {
   const uint32* offsets;
 };
 
-// Rows of COLUMNS elements; the first rows of two neighbouring tiles of 16 are TILE_ROWS apart.
-template <typename Format, int COLUMNS, int M, int TILE_ROWS, int N, int DEPTH>
+// Rows of COLUMNS elements; the first rows of two neighbouring tiles of 16 are TILE_ROWS apart, and all of a block's rows
+// that are `low`, and all that are `high`, of the same blocks of FP8 scales.
+template <typename Format, int COLUMNS, int APART, int M, int TILE_ROWS, int N, int DEPTH>
 struct TokenTile {
+  using Rows = LaneRows<Format, COLUMNS, APART>;
   using Sizes = StageSizes<Format, M, N, DEPTH>;
   static constexpr int COUNT = COLUMNS / Sizes::ELEMENTS, TOKENS = 8 * N;
   static_assert(COLUMNS % Sizes::ELEMENTS == 0, "whole stages");
   static constexpr int TOGETHER = 2;  // token tiles whose sums wait less for each other
 
-  // Of FP8 without scales: gate and up have not the same, which `Format::copy` counts on.
-  static __device__ __forceinline__ void copy_weights(uint8* slot, const typename Format::Rows& rows, int offset) {
-    if constexpr (Format::HAS_SUM_SCALES)
-      Format::template copy_values<2>(slot, rows, offset, true);
-    else
-      Format::copy(slot, rows, offset, true);
-  }
-
-  static __device__ __forceinline__ void copy_stage(uint8* slot, int stage, const typename Format::Rows& rows,
+  static __device__ __forceinline__ void copy_stage(uint8* slot, int stage, const Rows& rows,
                                                     const TokenRows& tokens) {
-    constexpr int APART = THREADS / (4 * Sizes::SLICES), ROUNDS = ceil_div(TOKENS, APART);  // tokens of a thread
+    constexpr int STEP = THREADS / (4 * Sizes::SLICES), ROUNDS = ceil_div(TOKENS, STEP);  // from token to token of a thread
     // Eight lanes fill 128 bytes in a row; a warp reads whole rows.
     const int t = threadIdx.x % 4, slice = threadIdx.x / 8 % Sizes::SLICES;
     const int first = threadIdx.x / (8 * Sizes::SLICES) * 2 + threadIdx.x / 4 % 2;
     uint32 offsets[ROUNDS];
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
-      if (TOKENS % APART == 0 || first + i * APART < TOKENS) offsets[i] = tokens.offsets[first + i * APART];
+      if (TOKENS % STEP == 0 || first + i * STEP < TOKENS) offsets[i] = tokens.offsets[first + i * STEP];
     uint8* own = slot + Sizes::TOKEN_BYTES + threadIdx.x / WARP * Sizes::WARP_BYTES;
 #pragma unroll
     for (int step = 0; step < Sizes::STEPS; ++step)
 #pragma unroll
       for (int m = 0; m < M; ++m)
-        copy_weights(own + (step * M + m) * Format::SLOT_BYTES, behind_rows(rows, m * TILE_ROWS * COLUMNS),
-                     stage * Sizes::ELEMENTS + step * Format::STEP);
+        rows.copy(own + (step * M + m) * Format::SLOT_BYTES, m * TILE_ROWS, stage * Sizes::ELEMENTS + step * Format::STEP);
     const int k = stage * Sizes::ELEMENTS + slice / Format::GROUPS * Format::STEP + t * 8 * Format::GROUPS +
                   slice % Format::GROUPS * 8;
     const uint8* from = reinterpret_cast<const uint8*>(tokens.values + k);
     uint8* to = slot + ((slice * TOKENS + first) * 4 + t) * 16;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
-      if (TOKENS % APART == 0 || first + i * APART < TOKENS) copy_async_16(to + i * APART * 64, from + offsets[i]);
+      if (TOKENS % STEP == 0 || first + i * STEP < TOKENS) copy_async_16(to + i * STEP * 64, from + offsets[i]);
   }
 
   // sums += a step's product; what a lane has of the step's tokens is `x`, slices TOKENS * 4 apart.
@@ -118,7 +133,7 @@ struct TokenTile {
   }
 
   static __device__ __forceinline__ void multiply_stage(const uint8* slot, int stage,
-                                                        const typename Format::Rows& rows, float (&sums)[M][N][4]) {
+                                                        const Rows& rows, float (&sums)[M][N][4]) {
     const uint4* x = reinterpret_cast<const uint4*>(slot) + threadIdx.x % WARP;
     const uint8* own = slot + Sizes::TOKEN_BYTES + threadIdx.x / WARP * Sizes::WARP_BYTES;
     float stage_sums[M][N][4] = {};
@@ -132,23 +147,20 @@ struct TokenTile {
     }
     if constexpr (Format::HAS_SUM_SCALES) {
       static_assert(Sizes::ELEMENTS == Format::BLOCK, "a stage has one scale of a row");
+      float scales[2];
+      rows.load_scales(stage, scales);
 #pragma unroll
       for (int m = 0; m < M; ++m)
 #pragma unroll
         for (int n = 0; n < N; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) sums[m][n][i] += rows.scales[i / 2][stage] * stage_sums[m][n][i];
+          for (int i = 0; i < 4; ++i) sums[m][n][i] += scales[i / 2] * stage_sums[m][n][i];
     }
-  }
-
-  // What a lane multiplies of the tile with rows `low` and `high` of its first 16.
-  static __device__ __forceinline__ typename Format::Rows locate(const Weights& weights, int low, int high) {
-    return Format::locate(weights.values, weights.block_scales, COLUMNS, low, high, threadIdx.x % 4 * (8 * Format::GROUPS));
   }
 
   // sums[m][n] = rows of 16-row tile m times tokens 8n up to 8n + 8, as mma_16x8x16 has them. All threads call it, and
   // what is in `shared` may be overwritten behind a barrier.
-  static __device__ __forceinline__ void multiply(uint8* shared, const typename Format::Rows& rows,
+  static __device__ __forceinline__ void multiply(uint8* shared, const Rows& rows,
                                                   const TokenRows& tokens, float (&sums)[M][N][4]) {
 #pragma unroll
     for (int m = 0; m < M; ++m)

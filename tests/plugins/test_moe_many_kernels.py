@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from moe_checks import check_emulated, kernels_of, small
 from moe_operands import MOE_OPS, moe_operands
-from test_moe_kernels import check, kernels_of, small
 
 from qwen4exp_trt.plugins import moe_many_launch
 
@@ -24,17 +24,17 @@ def test_tiles_of_tokens(op: str) -> None:
     operands["x"][40:] = torch.nan
     operands["router_weight"][0] = 0.3 * operands["x"][:40].float().sign().mean(0)  # liked by many
     assert kernels_of(op, operands) == ENTRIES
-    check(op, operands)
+    check_emulated(op, operands)
 
 
 def test_rows_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_many_launch, "MOST_ROWS", 16)
     operands = moe_operands("nvfp4_routed_moe", small(), query_lens=[3, 17], padding_rows=14)
     assert kernels_of("nvfp4_routed_moe", operands) == 3 * ENTRIES
-    check("nvfp4_routed_moe", operands)
+    check_emulated("nvfp4_routed_moe", operands)
 
 
 def test_ties_go_to_the_lower_expert() -> None:
     operands = moe_operands("nvfp4_moe", small(), [9])
     operands["router_weight"] = operands["router_weight"][:4].repeat_interleave(4, 0)
-    check("nvfp4_moe", operands)
+    check_emulated("nvfp4_moe", operands)
