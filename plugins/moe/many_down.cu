@@ -44,11 +44,11 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     constexpr int N = decltype(tiles)::value;
     using Product = TokenTile<Format, COLUMNS, 8, ROW_TILES, 16, N, STAGES>;
     float sums[ROW_TILES][N][4];
-    const int row = block % BLOCKS * BLOCK_ROWS + threadIdx.x / WARP * (16 * ROW_TILES) + threadIdx.x % WARP / 4;
+    const int row = block % BLOCKS * BLOCK_ROWS + threadIdx.x / WARP * (16 * ROW_TILES);
     const Weights weights = matrix<Format>(experts, tile.expert, HIDDEN, COLUMNS);
     Product::multiply(shared, {weights, row}, {hidden, task.offsets}, sums);
     const float scale = sum_scale<Format>(matrix<Format>(experts, task.tile.expert, HIDDEN, COLUMNS), 0);
-    store_outputs<N>(sums, scale, task.tile, outputs + row);
+    store_outputs<N>(sums, scale, task.tile, outputs + row + threadIdx.x % WARP / 4);
   });
 }
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     using Product = TokenTile<Format, HIDDEN, ROWS, ROW_TILES, 8, N, STAGES>;
     float sums[ROW_TILES][N][4];
     const int first_row = block % BLOCKS * BLOCK_ROWS;
-    const int row = first_row + threadIdx.x / WARP * (8 * ROW_TILES) + threadIdx.x % WARP / 4;
+    const int row = first_row + threadIdx.x / WARP * (8 * ROW_TILES);
     const Weights tile_weights = matrix<Format>(experts, 2 * tile.expert, ROWS, HIDDEN);
     Product::multiply(shared, {tile_weights, row}, {x, task.offsets}, sums);
     const Weights weights = matrix<Format>(experts, 2 * task.tile.expert, ROWS, HIDDEN);

@@ -12,8 +12,8 @@ many_router(const bf16* x, const bf16* router, float* logits, int first_token, i
   const int lane = threadIdx.x % WARP, first = blockIdx.x / BLOCKS * TILE_TOKENS;
   for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS)
     offsets[i] = min(first + i, tokens - 1) * uint32(HIDDEN * sizeof(bf16));
-  const int row = blockIdx.x % BLOCKS * BLOCK_ROWS + threadIdx.x / WARP * (16 * ROW_TILES) + lane / 4;
-  const int low = row < EXPERTS ? row : lane / 4;  // a warp behind the last expert repeats the first ones
+  const int row = blockIdx.x % BLOCKS * BLOCK_ROWS + threadIdx.x / WARP * (16 * ROW_TILES);
+  const int low = row < EXPERTS ? row : 0;  // a warp behind the last expert repeats the first ones
   wait_for_previous();
   start_next();
   __syncthreads();
@@ -27,7 +27,7 @@ many_router(const bf16* x, const bf16* router, float* logits, int first_token, i
     for (int right = 0; right < 2; ++right) {
       const int token = first + 8 * n + lane % 4 * 2 + right;
       if (token >= tokens || row >= EXPERTS) continue;
-      float* to = logits + int64(token) * LOGITS_PITCH + row;
+      float* to = logits + int64(token) * LOGITS_PITCH + row + lane / 4;
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll

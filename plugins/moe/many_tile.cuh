@@ -31,33 +31,41 @@ struct StageSizes {
   static constexpr int BYTES = TOKEN_BYTES + WARPS * WARP_BYTES;
 };
 
-// What a lane reads of the rows of a tile of 16: 16 bytes a step of row `low` (lane / 4) and of the row APART further on.
-template <typename Format, int COLUMNS, int APART>
-struct LaneRows {
-  const uint8* values;  // of row `low`
-  const uint8* scales;  // NVFP4: of the row whose scales the lane copies; FP8: of row `low`
+// What a warp reads of its M tiles of 16 rows: 8 rows from `first` on and the 8 that are APART further on, of the next tile
+// those TILE_ROWS further on.
+template <typename Format, int COLUMNS, int APART, int M, int TILE_ROWS>
+struct WarpRows {
+  static constexpr int SLOT = Format::SLOT_BYTES;
+  const uint8* values;  // of the lane's row of the first 8
+  const uint8* scales;  // NVFP4: of the row whose scales the lane copies; FP8: of the first row
 
-  __device__ __forceinline__ LaneRows(const Weights& weights, int low) {
-    const int t = threadIdx.x % 4, row = is_same<Format, Nvfp4> && t == 1 ? low + APART : low;
-    values = static_cast<const uint8*>(weights.values) +
-             value_bytes<Format>(int64(low) * COLUMNS + t * (8 * Format::GROUPS));
+  __device__ __forceinline__ WarpRows(const Weights& weights, int first) {
+    const int lane = threadIdx.x % WARP, k = lane % 4 * (8 * Format::GROUPS);
+    values = static_cast<const uint8*>(weights.values) + value_bytes<Format>(int64(first + lane / 4) * COLUMNS + k);
     scales = static_cast<const uint8*>(weights.block_scales);
-    if constexpr (is_same<Format, Nvfp4>) scales += int64(row) * (COLUMNS / 16);
-    if constexpr (is_same<Format, Fp8Blocks>) scales += scale_bytes<Format>(row / Format::BLOCK * Format::BLOCK, COLUMNS);
+    if constexpr (is_same<Format, Nvfp4>)
+      scales += int64(first + lane / 16 * TILE_ROWS + lane / 8 % 2 * APART + lane % 8) * (COLUMNS / 16);
+    if constexpr (is_same<Format, Fp8Blocks>)
+      scales += scale_bytes<Format>(first / Format::BLOCK * Format::BLOCK, COLUMNS);
   }
 
-  // Starts to fill a slot (weight_formats.cuh) with the tile `row` rows on from element `k`. FP8 scales stay where they are.
-  __device__ __forceinline__ void copy(uint8* slot, int row, int k) const {
-    const uint8* from = values + value_bytes<Format>(int64(row) * COLUMNS) + value_bytes<Format>(k);
-    uint8* to = slot + 16 * (threadIdx.x % WARP);
-    copy_async_16(to, from);
-    copy_async_16(to + 512, from + value_bytes<Format>(int64(APART) * COLUMNS));
-    if constexpr (is_same<Format, Nvfp4>) {
-      const int t = threadIdx.x % 4, g = threadIdx.x % WARP / 4;
-      if (t < 2) copy_async_8(slot + CODE_BYTES + 64 * t + 8 * g, scales + (int64(row) * COLUMNS + k) / 16);
+  // Starts to fill the tiles' slots (weight_formats.cuh) with a step from element `k` on. FP8 scales stay where they are.
+  __device__ __forceinline__ void copy(uint8* slots, uint32 k) const {
+    const int lane = threadIdx.x % WARP;
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      const uint8* from = values + uint32(value_bytes<Format>(k));
+      copy_async_16(slots + m * SLOT + 16 * lane, from + value_bytes<Format>(int64(m * TILE_ROWS) * COLUMNS));
+      copy_async_16(slots + m * SLOT + 16 * lane + 512, from + value_bytes<Format>(int64(m * TILE_ROWS + APART) * COLUMNS));
+    }
+    if constexpr (is_same<Format, Nvfp4>) {  // 8 bytes of a row, of two tiles a round
+      uint8* to = slots + lane / 16 * SLOT + CODE_BYTES + lane % 16 * 8;
+#pragma unroll
+      for (int m = 0; m < M; m += 2)
+        if (m + 1 < M || lane < 16) copy_async_8(to + m * SLOT, scales + k / 16 + m * TILE_ROWS * (COLUMNS / 16));
     }
   }
-  // Of rows low and high, which hold for all of K in stage `stage`.
+  // Of the 8 rows of a tile and of those APART further on, which hold for all of K in stage `stage`.
   __device__ __forceinline__ void load_scales(int stage, float (&to)[2]) const {
     const uint8* from = scales + stage * sizeof(float);
     to[0] = *reinterpret_cast<const float*>(from);
@@ -75,7 +83,7 @@ struct TokenRows {
 // that are `low`, and all that are `high`, of the same blocks of FP8 scales.
 template <typename Format, int COLUMNS, int APART, int M, int TILE_ROWS, int N, int DEPTH>
 struct TokenTile {
-  using Rows = LaneRows<Format, COLUMNS, APART>;
+  using Rows = WarpRows<Format, COLUMNS, APART, M, TILE_ROWS>;
   using Sizes = StageSizes<Format, M, N, DEPTH>;
   static constexpr int COUNT = COLUMNS / Sizes::ELEMENTS, TOKENS = 8 * N;
   static_assert(COLUMNS % Sizes::ELEMENTS == 0, "whole stages");
@@ -94,12 +102,10 @@ struct TokenTile {
     uint8* own = slot + Sizes::TOKEN_BYTES + threadIdx.x / WARP * Sizes::WARP_BYTES;
 #pragma unroll
     for (int step = 0; step < Sizes::STEPS; ++step)
-#pragma unroll
-      for (int m = 0; m < M; ++m)
-        rows.copy(own + (step * M + m) * Format::SLOT_BYTES, m * TILE_ROWS, stage * Sizes::ELEMENTS + step * Format::STEP);
+      rows.copy(own + step * M * Format::SLOT_BYTES, stage * Sizes::ELEMENTS + step * Format::STEP);
     const int k = stage * Sizes::ELEMENTS + slice / Format::GROUPS * Format::STEP + t * 8 * Format::GROUPS +
                   slice % Format::GROUPS * 8;
-    const uint8* from = reinterpret_cast<const uint8*>(tokens.values + k);
+    const uint8* from = reinterpret_cast<const uint8*>(tokens.values) + uint32(k) * uint32(sizeof(bf16));
     uint8* to = slot + ((slice * TOKENS + first) * 4 + t) * 16;
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i)
