@@ -46,9 +46,8 @@ class Shape:
         return self.stages * max(self._stage_bytes(form) for form in formats)
 
     def _stage_bytes(self, form: ExpertFormat) -> int:
-        elements = 64 if form == BF16 else 128
-        slot = 1024 + {NVFP4: 128, FP8_BLOCKS: 16, BF16: 0}[form]
-        return elements * self.tokens * 2 + WARPS * elements // form.step * self.row_tiles * slot
+        elements, tile_bytes = {NVFP4: (128, 1152), FP8_BLOCKS: (128, 2048), BF16: (64, 2048)}[form]
+        return elements // 32 * 64 * (self.tokens + 1) + WARPS * self.row_tiles * tile_bytes
 
 
 ROUTER = Shape(token_tiles=8, row_tiles=1, stages=3, blocks=3)

@@ -16,7 +16,7 @@ __device__ __forceinline__ void store_hidden(const float (&sums)[ROW_TILES][N][4
                                              const Tile& tile, bf16* to, uint8* shared) {
   constexpr int PITCH = BLOCK_ROWS + 8, CHUNKS = BLOCK_ROWS / 8;
   bf16* staged = reinterpret_cast<bf16*>(shared);
-  const int lane = threadIdx.x % WARP, place = arranged_place<Format>(lane / 4);
+  const int lane = threadIdx.x % WARP, place = TileFormat<Format>::arranged(lane / 4);
   __syncthreads();
 #pragma unroll
   for (int m = 0; m < ROW_TILES; ++m)
