@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef
-from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Defines, ExpertFormat, Sizes
+from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Define, Defines, ExpertFormat, Sizes
 
 WARP = 32
 MANY_TOKENS = 256
@@ -50,7 +50,9 @@ class Shape:
         return elements // 32 * 64 * (self.tokens + 1) + WARPS * self.row_tiles * tile_bytes
 
 
-ROUTER = Shape(token_tiles=8, row_tiles=1, stages=3, blocks=3)
+ROUTER = Shape(token_tiles=8, row_tiles=2, stages=2, blocks=4)
+ROW_PARTS = 5
+"""Parts of the rows of `down` that a block goes through, at most."""
 
 
 def takes_many_tokens(sizes: Sizes, rows: int) -> bool:
@@ -139,13 +141,13 @@ def _route(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
         threads=THREADS,
         args=(call["x"], call["shared_expert_gate"], turn.logits, turn.arranged, *turn.span),
     )
-    row_blocks = -(-sizes.experts // (16 * ROUTER.row_tiles * WARPS))
+    router = replace(ROUTER, row_tiles=ROUTER.row_tiles if sizes.experts % 32 == 0 else 1)
     yield Launch(
-        Kernel("moe/many_router.cu", "many_router", (*sizes.routing, hidden, *ROUTER.defines)),
-        grid=(row_blocks * -(-turn.count // ROUTER.tokens), 1, 1),
+        Kernel("moe/many_router.cu", "many_router", (*sizes.routing, hidden, *router.defines)),
+        grid=(-(-sizes.experts // (16 * router.row_tiles * WARPS)) * -(-turn.count // router.tokens), 1, 1),
         threads=THREADS,
         args=(call["x"], call["router_weight"], turn.logits, *turn.span),
-        shared_bytes=ROUTER.shared_bytes(BF16),
+        shared_bytes=router.shared_bytes(BF16),
     )
     shape = _shape(sizes, turn.count)
     defines = (*sizes.routing, ("NORMALIZED", sizes.normalized), ("TILE_TOKENS", shape.tokens))
@@ -177,9 +179,9 @@ def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
     batch = (call["query_start_loc"], call["num_seqs"])
     lists = (turn.tiles, turn.num_tiles, *batch)
 
-    def launch(name: str, routed_blocks: int, shared_blocks: int, args: tuple[Arg, ...]) -> Launch:
+    def launch(name: str, routed_blocks: int, shared_blocks: int, args: tuple[Arg, ...], *more: Define) -> Launch:
         return Launch(
-            Kernel(f"moe/{name}.cu", name, defines),
+            Kernel(f"moe/{name}.cu", name, (*defines, *more)),
             grid=(shared_tiles * shared_blocks + routed_tiles * routed_blocks, 1, 1),
             threads=THREADS,
             args=(*args, *turn.span, shared_tiles * shared_blocks),
@@ -191,8 +193,10 @@ def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
     args = (call["x"], turn.arranged, *weights, turn.tokens, *lists, turn.hidden)
     yield launch("many_gate_up", sizes.routed.inner // rows, sizes.shared.inner // rows, args)
     weights = (*sizes.routed.args("down"), *sizes.shared.args("down"))
-    blocks = sizes.hidden // (2 * rows)
-    yield launch("many_down", blocks, blocks, (*weights, turn.hidden, *lists, turn.outputs))
+    parts = sizes.hidden // (2 * rows)
+    of_block = next(count for count in range(ROW_PARTS, 0, -1) if parts % count == 0)
+    args = (*weights, turn.hidden, *lists, turn.outputs)
+    yield launch("many_down", parts // of_block, parts // of_block, args, ("ROW_PARTS", of_block))
     yield Launch(
         Kernel("moe/many_combine.cu", "many_combine", (*sizes.routing, ("HIDDEN", sizes.hidden))),
         grid=(-(-sizes.hidden // 512), turn.count, 1),

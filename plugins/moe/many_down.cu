@@ -1,9 +1,10 @@
-// down h of the routed experts and of the shared one for tiles of many tokens, a row of `outputs` for each position.
-// MIN_BLOCKS; and the macros of many_experts.cuh.
+// down h of the routed experts and of the shared one for tiles of many tokens, a row of `outputs` for each position. A
+// block goes through ROW_PARTS of the parts of HIDDEN that its warps have room for. MIN_BLOCKS; and the macros of
+// many_experts.cuh.
 #include "moe/many_experts.cuh"
 
-constexpr int BLOCK_ROWS = 16 * ROW_TILES * WARPS, BLOCKS = HIDDEN / BLOCK_ROWS;
-static_assert(HIDDEN % BLOCK_ROWS == 0, "whole blocks of rows");
+constexpr int PART_ROWS = 16 * ROW_TILES * WARPS, BLOCKS = HIDDEN / (PART_ROWS * ROW_PARTS);
+static_assert(HIDDEN % (PART_ROWS * ROW_PARTS) == 0, "whole blocks of rows");
 
 // What a block works on, in shared memory: it would take registers from the product.
 struct Task {
@@ -43,12 +44,14 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
   with_token_tiles<TOKEN_TILES>(tile.count, [&](auto tiles) {
     constexpr int N = decltype(tiles)::value;
     using Product = TokenTile<Format, COLUMNS, 8, ROW_TILES, 16, N, STAGES>;
-    float sums[ROW_TILES][N][4];
-    const int row = block % BLOCKS * BLOCK_ROWS + threadIdx.x / WARP * (16 * ROW_TILES);
-    const Weights weights = matrix<Format>(experts, tile.expert, HIDDEN, COLUMNS);
-    Product::multiply(shared, {weights, row}, {hidden, task.offsets}, sums);
-    const float scale = sum_scale<Format>(matrix<Format>(experts, task.tile.expert, HIDDEN, COLUMNS), 0);
-    store_outputs<N>(sums, scale, task.tile, outputs + row + threadIdx.x % WARP / 4);
+    const int row = block % BLOCKS * (PART_ROWS * ROW_PARTS) + threadIdx.x / WARP * (16 * ROW_TILES);
+    const typename Product::Rows rows(matrix<Format>(experts, tile.expert, HIDDEN, COLUMNS), row);
+    float* to = outputs + row + threadIdx.x % WARP / 4;
+    Product::multiply(shared, rows, {hidden, task.offsets}, ROW_PARTS, [&](const float(&sums)[ROW_TILES][N][4]) {
+      const float scale = sum_scale<Format>(matrix<Format>(experts, task.tile.expert, HIDDEN, COLUMNS), 0);
+      store_outputs<N>(sums, scale, task.tile, to);
+      to += PART_ROWS;
+    });
   });
 }
 

@@ -11,6 +11,8 @@
 #pragma once
 #include "moe/tiles.cuh"
 
+constexpr int WARPS = 4, THREADS = WARPS * WARP;
+
 template <typename A, typename B>
 constexpr bool is_same = false;
 template <typename A>
@@ -93,24 +95,31 @@ struct TileFormat<Bf16> : WholeVectors<32> {
 };
 
 // What a warp copies of its M tiles: 8 rows from `first` on and the 8 that are APART further on, of the next tile those
-// TILE_ROWS further on. FP8 scales are not copied: all of a block's first rows, and all its second ones, are of a block.
+// TILE_ROWS further on. FP8 scales are not copied: all first 8 rows, and all second ones, are of one block of them.
 template <typename Format, int COLUMNS, int APART, int M, int TILE_ROWS>
 struct WarpRows {
   using Tile = TileFormat<Format>;
   const uint8* values;  // of the lane's row of the first 8
-  const uint8* scales;  // NVFP4: of the row whose scales the lane copies; FP8: of the first row
+  const uint8* scales;  // NVFP4: of the row whose scales the lane copies; FP8: of all rows
+  int first;
 
-  __device__ __forceinline__ WarpRows(const Weights& weights, int first) {
+  __device__ __forceinline__ WarpRows(const Weights& weights, int first) : first(first) {
     const int lane = threadIdx.x % WARP;
     values = static_cast<const uint8*>(weights.values) + value_bytes<Format>(int64(first + lane / 4) * COLUMNS);
     scales = static_cast<const uint8*>(weights.block_scales);
     if constexpr (is_same<Format, Nvfp4>)
       scales += int64(first + lane / 16 * TILE_ROWS + lane / 8 % 2 * APART + lane % 8) * (COLUMNS / 16);
-    if constexpr (is_same<Format, Fp8Blocks>)
-      scales += scale_bytes<Format>(first / Format::BLOCK * Format::BLOCK, COLUMNS);
   }
 
   static __device__ __forceinline__ int64 row_bytes(int row) { return value_bytes<Format>(int64(row) * COLUMNS); }
+
+  // On to the rows behind all of the block's warps.
+  __device__ __forceinline__ void advance() {
+    constexpr int BEHIND = WARPS * M * TILE_ROWS;
+    values += row_bytes(BEHIND);
+    if constexpr (is_same<Format, Nvfp4>) scales += BEHIND * (COLUMNS / 16);
+    first += BEHIND;
+  }
 
   // Starts to fill tile `m` in shared memory with stage `stage`.
   __device__ __forceinline__ void copy(uint8* tile, int m, int stage) const {
@@ -133,7 +142,7 @@ struct WarpRows {
   }
   // Of the 8 rows of a tile and of those APART further on, which hold for all of K in stage `stage`.
   __device__ __forceinline__ void load_scales(int stage, float (&to)[2]) const {
-    const uint8* from = scales + stage * sizeof(float);
+    const uint8* from = scales + scale_bytes<Format>(first / Format::BLOCK * Format::BLOCK, COLUMNS) + stage * sizeof(float);
     to[0] = *reinterpret_cast<const float*>(from);
     to[1] = *reinterpret_cast<const float*>(from + (APART < Format::BLOCK ? 0 : scale_bytes<Format>(APART, COLUMNS)));
   }

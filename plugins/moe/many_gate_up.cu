@@ -55,14 +55,14 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
   with_token_tiles<TOKEN_TILES>(tile.count, [&](auto tiles) {
     constexpr int N = decltype(tiles)::value;
     using Product = TokenTile<Format, HIDDEN, ROWS, ROW_TILES, 8, N, STAGES>;
-    float sums[ROW_TILES][N][4];
     const int first_row = block % BLOCKS * BLOCK_ROWS;
-    const int row = first_row + threadIdx.x / WARP * (8 * ROW_TILES);
-    const Weights tile_weights = matrix<Format>(experts, 2 * tile.expert, ROWS, HIDDEN);
-    Product::multiply(shared, {tile_weights, row}, {x, task.offsets}, sums);
-    const Weights weights = matrix<Format>(experts, 2 * task.tile.expert, ROWS, HIDDEN);
-    store_hidden<Format, N>(sums, sum_scale<Format>(weights, 0), sum_scale<Format>(weights, 1), task.tile,
-                            hidden + first_row, shared);
+    const typename Product::Rows rows(matrix<Format>(experts, 2 * tile.expert, ROWS, HIDDEN),
+                                      first_row + threadIdx.x / WARP * (8 * ROW_TILES));
+    Product::multiply(shared, rows, {x, task.offsets}, 1, [&](const float(&sums)[ROW_TILES][N][4]) {
+      const Weights weights = matrix<Format>(experts, 2 * task.tile.expert, ROWS, HIDDEN);
+      store_hidden<Format, N>(sums, sum_scale<Format>(weights, 0), sum_scale<Format>(weights, 1), task.tile,
+                              hidden + first_row, shared);
+    });
   });
 }
 

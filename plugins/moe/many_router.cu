@@ -17,20 +17,21 @@ many_router(const bf16* x, const bf16* router, float* logits, int first_token, i
   wait_for_previous();
   start_next();
   __syncthreads();
-  float sums[ROW_TILES][TOKEN_TILES][4];
   using Product = TokenTile<Bf16, HIDDEN, 8, ROW_TILES, 16, TOKEN_TILES, STAGES>;
   const TokenRows from = {x + int64(first_token) * HIDDEN, offsets};
-  Product::multiply(shared, {Weights{router, nullptr, nullptr}, low}, from, sums);
+  Product::multiply(shared, {Weights{router, nullptr, nullptr}, low}, from, 1,
+                    [&](const float(&sums)[ROW_TILES][TOKEN_TILES][4]) {
 #pragma unroll
-  for (int n = 0; n < TOKEN_TILES; ++n)
+    for (int n = 0; n < TOKEN_TILES; ++n)
 #pragma unroll
-    for (int right = 0; right < 2; ++right) {
-      const int token = first + 8 * n + lane % 4 * 2 + right;
-      if (token >= tokens || row >= EXPERTS) continue;
-      float* to = logits + int64(token) * LOGITS_PITCH + row + lane / 4;
+      for (int right = 0; right < 2; ++right) {
+        const int token = first + 8 * n + lane % 4 * 2 + right;
+        if (token >= tokens || row >= EXPERTS) continue;
+        float* to = logits + int64(token) * LOGITS_PITCH + row + lane / 4;
 #pragma unroll
-      for (int m = 0; m < ROW_TILES; ++m)
+        for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) to[16 * m + 8 * half] = sums[m][n][2 * half + right];
-    }
+          for (int half = 0; half < 2; ++half) to[16 * m + 8 * half] = sums[m][n][2 * half + right];
+      }
+  });
 }

@@ -7,8 +7,6 @@
 #pragma once
 #include "moe/many_formats.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * WARP;
-
 // The tokens of a tile: that of column c begins `offsets[c]` (shared memory) bytes behind `values`.
 struct TokenRows {
   const bf16* values;
@@ -29,10 +27,23 @@ struct TokenTile {
   static constexpr int STAGE_BYTES = TOKEN_BYTES + WARPS * WARP_BYTES;
   static constexpr int TOGETHER = 2;  // token tiles whose sums wait less for each other
 
+  // Which stage is to be copied next.
+  struct Copies {
+    Rows rows;
+    int stage, parts;  // parts: how many are left
+
+    __device__ __forceinline__ void advance() {
+      if (++stage < COUNT) return;
+      stage = 0, parts = max(parts - 1, 0);
+      rows.advance();
+    }
+  };
+
   // Part `part` of PARTS of the copies of a stage, between which a warp multiplies. A slice, the `group`s of a step, is 64
   // bytes of each token in shared memory. Neighbouring lanes copy neighbouring 16 bytes of a token.
-  static __device__ __forceinline__ void copy_part(uint8* slot, int stage, int part, const Rows& rows,
-                                                   const TokenRows& tokens) {
+  static __device__ __forceinline__ void copy_part(uint8* slot, int part, const Copies& copies, const TokenRows& tokens) {
+    if (copies.parts == 0) return;
+    const int stage = copies.stage;
     constexpr int CHUNKS = Tile::ELEMENTS / 8, NEXT = THREADS / CHUNKS, ROUNDS = ceil_div(TOKENS, NEXT);
     const int chunk = threadIdx.x % CHUNKS, k = chunk * 8 % Tile::STEP;
     const int slice = chunk * 8 / Tile::STEP * Tile::GROUPS + k / 8 % Tile::GROUPS, t = k / (8 * Tile::GROUPS);
@@ -47,8 +58,8 @@ struct TokenTile {
 #pragma unroll
     for (int i = 0; i < ceil_div(M, PARTS); ++i) {
       const int m = i * PARTS + part;
-      if (M % PARTS == 0 || m < M) rows.copy(tiles + m * Tile::BYTES, m, stage);
-      if (m % 2 == 0 && (M % PARTS == 0 || m < M)) rows.copy_scales(tiles + m * Tile::BYTES, m, stage);
+      if (M % PARTS == 0 || m < M) copies.rows.copy(tiles + m * Tile::BYTES, m, stage);
+      if (m % 2 == 0 && (M % PARTS == 0 || m < M)) copies.rows.copy_scales(tiles + m * Tile::BYTES, m, stage);
     }
   }
 
@@ -83,7 +94,8 @@ struct TokenTile {
 
   // sums += a stage's product, and the copies of the stage behind those on their way.
   static __device__ __forceinline__ void multiply_stage(const uint8* slot, uint8* next_slot, int stage, const Rows& rows,
-                                                        const TokenRows& tokens, float (&sums)[M][N][4]) {
+                                                        const Copies& ahead, const TokenRows& tokens,
+                                                        float (&sums)[M][N][4]) {
     const uint8* x = slot + 16 * (threadIdx.x % WARP);
     const uint8* tiles = slot + TOKEN_BYTES + threadIdx.x / WARP * WARP_BYTES;
     float stage_sums[M][N][4] = {};
@@ -93,9 +105,8 @@ struct TokenTile {
       typename Tile::Fragment fragments[M];
 #pragma unroll
       for (int m = 0; m < M; ++m) fragments[m] = Tile::read(tiles + m * Tile::BYTES, step);
-      multiply_step(fragments, x + step * (Tile::GROUPS * SLICE_BYTES), to, [&](int group) {
-        if (stage + DEPTH - 1 < COUNT) copy_part(next_slot, stage + DEPTH - 1, step * Tile::GROUPS + group, rows, tokens);
-      });
+      multiply_step(fragments, x + step * (Tile::GROUPS * SLICE_BYTES), to,
+                    [&](int group) { copy_part(next_slot, step * Tile::GROUPS + group, ahead, tokens); });
     }
     if constexpr (Format::HAS_SUM_SCALES) {
       static_assert(Tile::ELEMENTS == Format::BLOCK, "a stage has one scale of a row");
@@ -110,31 +121,40 @@ struct TokenTile {
     }
   }
 
-  // sums[m][n] = tile m times tokens 8n up to 8n + 8, as mma_16x8x16 has them. All threads call it, and what is in `shared`
-  // may be overwritten behind a barrier.
-  static __device__ __forceinline__ void multiply(uint8* shared, const Rows& rows, const TokenRows& tokens,
-                                                  float (&sums)[M][N][4]) {
+  // Calls `finish(sums)` for each of `parts` times 16 * M * WARPS rows, one behind the other: sums[m][n] = tile m times
+  // tokens 8n up to 8n + 8, as mma_16x8x16 has them. All threads call it; `shared` is in use by the next part meanwhile, and
+  // behind the last one free after a barrier.
+  template <typename Finish>
+  static __device__ __forceinline__ void multiply(uint8* shared, Rows rows, const TokenRows& tokens, int parts,
+                                                  const Finish& finish) {
+    float sums[M][N][4] = {};
+    Copies ahead = {rows, 0, parts};
 #pragma unroll
-    for (int m = 0; m < M; ++m)
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.f;
-#pragma unroll
-    for (int stage = 0; stage < DEPTH - 1; ++stage) {
-      if (stage < COUNT)
-        for (int part = 0; part < PARTS; ++part) copy_part(shared + stage * STAGE_BYTES, stage, part, rows, tokens);
+    for (int slot = 0; slot < DEPTH - 1; ++slot) {
+      for (int part = 0; part < PARTS; ++part) copy_part(shared + slot * STAGE_BYTES, part, ahead, tokens);
+      ahead.advance();
       commit_copies();
     }
-    int slot = 0, next_slot = (DEPTH - 1) * STAGE_BYTES;
+    int slot = 0, next_slot = (DEPTH - 1) * STAGE_BYTES, stage = 0;
 #pragma unroll 1
-    for (int stage = 0; stage < COUNT; ++stage) {
+    while (parts > 0) {
       wait_copies<DEPTH - 2>();
       __syncthreads();
-      multiply_stage(shared + slot, shared + next_slot, stage, rows, tokens, sums);
+      multiply_stage(shared + slot, shared + next_slot, stage, rows, ahead, tokens, sums);
+      ahead.advance();
       commit_copies();
       slot = slot == (DEPTH - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
       next_slot = next_slot == (DEPTH - 1) * STAGE_BYTES ? 0 : next_slot + STAGE_BYTES;
+      if (++stage < COUNT) continue;
+      finish(sums);
+      stage = 0, --parts;
+      rows.advance();
+#pragma unroll
+      for (int m = 0; m < M; ++m)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[m][n][i] = 0.f;
     }
   }
 };
