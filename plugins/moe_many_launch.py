@@ -47,7 +47,7 @@ class Shape:
 
     def _stage_bytes(self, form: ExpertFormat) -> int:
         elements, tile_bytes = {NVFP4: (128, 1152), FP8_BLOCKS: (128, 2048), BF16: (64, 2048)}[form]
-        return elements // 32 * 64 * (self.tokens + 1) + WARPS * self.row_tiles * tile_bytes
+        return 2 * elements * self.tokens + WARPS * self.row_tiles * tile_bytes
 
 
 ROUTER = Shape(token_tiles=8, row_tiles=2, stages=2, blocks=4)

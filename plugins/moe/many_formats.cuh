@@ -21,8 +21,7 @@ constexpr bool is_same<A, A> = true;
 template <typename Format>
 struct TileFormat;
 
-// The second 8 rows are HALF bytes behind the first. A lane reads 8 bytes a step, a warp 256 in a row. Behind the codes
-// are 8 bytes of scales of each row.
+// The second 8 rows are HALF bytes behind the first. Behind the codes are 8 bytes of scales of each row.
 template <>
 struct TileFormat<Nvfp4> {
   static constexpr int ELEMENTS = 128, STEP = 64, GROUPS = 2, HALF = 512, BYTES = CODE_BYTES + 128, COPIES = 1;
@@ -31,16 +30,17 @@ struct TileFormat<Nvfp4> {
     uint32 scales[2];
   };
   static __device__ __forceinline__ int source(int) { return threadIdx.x % 4 * 32; }
-  static __device__ __forceinline__ int place(int) {
-    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    return t / 2 * 256 + g * 32 + t % 2 * 16;
+  // Two rows a line of 128 bytes, which are turned so that the 8 bytes of 16 lanes are in different banks.
+  static __device__ __forceinline__ int place(int, int piece = threadIdx.x % 4) {
+    const int g = threadIdx.x % WARP / 4;
+    return g / 2 * 128 + (g % 2 * 4 + piece ^ g / 2 % 2 * 2) * 16;
   }
   static __device__ __forceinline__ Fragment read(const uint8* tile, int step) {
     const int lane = threadIdx.x % WARP;
     Fragment fragment;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      fragment.codes[i] = *reinterpret_cast<const uint2*>(tile + HALF * i + 256 * step + 8 * lane);
+      fragment.codes[i] = *reinterpret_cast<const uint2*>(tile + HALF * i + place(0, 2 * step + lane % 4 / 2) + lane % 2 * 8);
       fragment.scales[i] = tile[CODE_BYTES + 64 * i + lane / 4 * 8 + step * 4 + lane % 4];
     }
     return fragment;

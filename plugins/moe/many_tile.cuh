@@ -18,12 +18,12 @@ template <typename Format, int COLUMNS, int APART, int M, int TILE_ROWS, int N, 
 struct TokenTile {
   using Tile = TileFormat<Format>;
   using Rows = WarpRows<Format, COLUMNS, APART, M, TILE_ROWS>;
-  static constexpr int STEPS = Tile::ELEMENTS / Tile::STEP, SLICES = Tile::ELEMENTS / 32, TOKENS = 8 * N;
+  static constexpr int STEPS = Tile::ELEMENTS / Tile::STEP, TOKENS = 8 * N;
   static constexpr int PARTS = STEPS * Tile::GROUPS;
   static constexpr int COUNT = COLUMNS / Tile::ELEMENTS;
   static_assert(COLUMNS % Tile::ELEMENTS == 0, "whole stages");
-  static constexpr int SLICE_BYTES = (TOKENS + 1) * 64;  // so that neighbours begin in different banks
-  static constexpr int TOKEN_BYTES = SLICES * SLICE_BYTES, WARP_BYTES = M * Tile::BYTES;
+  static constexpr int LINE_BYTES = TOKENS * 128;  // 64 elements of each token
+  static constexpr int TOKEN_BYTES = Tile::ELEMENTS / 64 * LINE_BYTES, WARP_BYTES = M * Tile::BYTES;
   static constexpr int STAGE_BYTES = TOKEN_BYTES + WARPS * WARP_BYTES;
   static constexpr int TOGETHER = 2;  // token tiles whose sums wait less for each other
 
@@ -39,20 +39,27 @@ struct TokenTile {
     }
   };
 
-  // Part `part` of PARTS of the copies of a stage, between which a warp multiplies. A slice, the `group`s of a step, is 64
-  // bytes of each token in shared memory. Neighbouring lanes copy neighbouring 16 bytes of a token.
+  // Where the 16 bytes from element `k` of 64 on stand in the 128 of a token: pieces that 8 lanes read together are in
+  // different banks, and those that 8 lanes copy together in one line.
+  static __device__ __forceinline__ int place(int token, int k) {
+    constexpr int TURN = Tile::GROUPS == 1 ? 4 : 1;
+    return (k / 8 ^ token % 2 * TURN) * 16;
+  }
+
+  // Part `part` of PARTS of the copies of a stage, between which a warp multiplies. Neighbouring lanes copy neighbouring 16
+  // bytes of a token.
   static __device__ __forceinline__ void copy_part(uint8* slot, int part, const Copies& copies, const TokenRows& tokens) {
     if (copies.parts == 0) return;
     const int stage = copies.stage;
     constexpr int CHUNKS = Tile::ELEMENTS / 8, NEXT = THREADS / CHUNKS, ROUNDS = ceil_div(TOKENS, NEXT);
-    const int chunk = threadIdx.x % CHUNKS, k = chunk * 8 % Tile::STEP;
-    const int slice = chunk * 8 / Tile::STEP * Tile::GROUPS + k / 8 % Tile::GROUPS, t = k / (8 * Tile::GROUPS);
-    const uint8* from = reinterpret_cast<const uint8*>(tokens.values) + uint32(stage * Tile::ELEMENTS + chunk * 8) * 2u;
-    uint8* to = slot + slice * SLICE_BYTES + t * 16;
+    const int k = threadIdx.x % CHUNKS * 8;
+    const uint8* from = reinterpret_cast<const uint8*>(tokens.values) + uint32(stage * Tile::ELEMENTS + k) * 2u;
+    static_assert(NEXT % 2 == 0, "a thread's tokens are all even or all odd");
+    uint8* to = slot + k / 64 * LINE_BYTES + place(threadIdx.x / CHUNKS, k % 64);
 #pragma unroll
     for (int i = 0; i < ceil_div(ROUNDS, PARTS); ++i) {
       const int token = threadIdx.x / CHUNKS + (i * PARTS + part) * NEXT;
-      if (TOKENS % (NEXT * PARTS) == 0 || token < TOKENS) copy_async_16(to + token * 64, from + tokens.offsets[token]);
+      if (TOKENS % (NEXT * PARTS) == 0 || token < TOKENS) copy_async_16(to + token * 128, from + tokens.offsets[token]);
     }
     uint8* tiles = slot + TOKEN_BYTES + threadIdx.x / WARP * WARP_BYTES;
 #pragma unroll
@@ -63,22 +70,25 @@ struct TokenTile {
     }
   }
 
-  // sums += a step's product; `x` is what the lane has of the step's tokens. Calls `copy` for each group.
+  // sums += a step's product; `x` is the first token's line, in which the step begins at element `first_k`. Calls `copy` for
+  // each group.
   template <typename Copy>
   static __device__ __forceinline__ void multiply_step(const typename Tile::Fragment (&fragments)[M], const uint8* x,
-                                                       float (&sums)[M][N][4], const Copy& copy) {
+                                                       int first_k, float (&sums)[M][N][4], const Copy& copy) {
 #pragma unroll
     for (int group = 0; group < Tile::GROUPS; ++group) {
       uint32 a[M][2][4];
 #pragma unroll
       for (int m = 0; m < M; ++m) Tile::decode(fragments[m], group, a[m]);
       copy(group);
+      const int lane = threadIdx.x % WARP, k = lane % 4 * (8 * Tile::GROUPS) + 8 * group;
+      const uint8* own = x + lane / 4 * 128 + place(lane / 4, first_k + k);
 #pragma unroll
       for (int first = 0; first < N; first += TOGETHER) {
         uint4 pairs[TOGETHER];
 #pragma unroll
         for (int n = first; n < N && n < first + TOGETHER; ++n) 
-          pairs[n - first] = *reinterpret_cast<const uint4*>(x + group * SLICE_BYTES + n * 512);
+          pairs[n - first] = *reinterpret_cast<const uint4*>(own + n * 1024);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -96,7 +106,6 @@ struct TokenTile {
   static __device__ __forceinline__ void multiply_stage(const uint8* slot, uint8* next_slot, int stage, const Rows& rows,
                                                         const Copies& ahead, const TokenRows& tokens,
                                                         float (&sums)[M][N][4]) {
-    const uint8* x = slot + 16 * (threadIdx.x % WARP);
     const uint8* tiles = slot + TOKEN_BYTES + threadIdx.x / WARP * WARP_BYTES;
     float stage_sums[M][N][4] = {};
     float(&to)[M][N][4] = Format::HAS_SUM_SCALES ? stage_sums : sums;
@@ -105,7 +114,8 @@ struct TokenTile {
       typename Tile::Fragment fragments[M];
 #pragma unroll
       for (int m = 0; m < M; ++m) fragments[m] = Tile::read(tiles + m * Tile::BYTES, step);
-      multiply_step(fragments, x + step * (Tile::GROUPS * SLICE_BYTES), to,
+      const int k = step * Tile::STEP;
+      multiply_step(fragments, slot + k / 64 * LINE_BYTES, k % 64, to,
                     [&](int group) { copy_part(next_slot, step * Tile::GROUPS + group, ahead, tokens); });
     }
     if constexpr (Format::HAS_SUM_SCALES) {
