@@ -53,6 +53,8 @@ class Shape:
 ROUTER = Shape(token_tiles=8, row_tiles=2, stages=2, blocks=4)
 ROW_PARTS = 5
 """Parts of the rows of `down` that a block goes through, at most."""
+MOST_OUTPUT_BYTES = 256 << 20
+"""Of workspace for the outputs of experts: `down` and the sum take as many elements of the hidden vector at a time."""
 
 
 def takes_many_tokens(sizes: Sizes, rows: int) -> bool:
@@ -115,7 +117,7 @@ def many_launches(call: Call, sizes: Sizes) -> Iterator[Launch]:
         "tiles": call.scratch(pairs, 4, dtype=i32),
         "num_tiles": call.scratch(1, dtype=i32),
         "hidden": call.scratch(pairs + most, max(sizes.routed.inner, sizes.shared.inner), dtype=torch.bfloat16),
-        "outputs": call.scratch(pairs + most, sizes.hidden),
+        "outputs": call.scratch(min((pairs + most) * sizes.hidden, MOST_OUTPUT_BYTES // 4)),
     }
     for first in range(0, total, MOST_ROWS):
         turn = Turn(first, min(MOST_ROWS, total - first), **scratch)
@@ -174,7 +176,6 @@ def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
     shape, pairs = _shape(sizes, turn.count), turn.count * sizes.choices
     shared_tiles = -(-turn.count // shape.tokens)
     routed_tiles = min(pairs, sizes.experts) + pairs // shape.tokens
-    formats = (sizes.routed.format, sizes.shared.format)
     defines = (*sizes.groups, *shape.defines)
     batch = (call["query_start_loc"], call["num_seqs"])
     lists = (turn.tiles, turn.num_tiles, *batch)
@@ -185,21 +186,33 @@ def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
             grid=(shared_tiles * shared_blocks + routed_tiles * routed_blocks, 1, 1),
             threads=THREADS,
             args=(*args, *turn.span, shared_tiles * shared_blocks),
-            shared_bytes=shape.shared_bytes(*formats),
+            shared_bytes=shape.shared_bytes(sizes.routed.format, sizes.shared.format),
         )
 
     rows = 8 * shape.row_tiles * WARPS
     weights = (*sizes.routed.args("gate_up"), *sizes.shared.args("gate_up"))
     args = (call["x"], turn.arranged, *weights, turn.tokens, *lists, turn.hidden)
     yield launch("many_gate_up", sizes.routed.inner // rows, sizes.shared.inner // rows, args)
-    weights = (*sizes.routed.args("down"), *sizes.shared.args("down"))
     parts = sizes.hidden // (2 * rows)
-    of_block = next(count for count in range(ROW_PARTS, 0, -1) if parts % count == 0)
-    args = (*weights, turn.hidden, *lists, turn.outputs)
-    yield launch("many_down", parts // of_block, parts // of_block, args, ("ROW_PARTS", of_block))
-    yield Launch(
-        Kernel("moe/many_combine.cu", "many_combine", (*sizes.routing, ("HIDDEN", sizes.hidden))),
-        grid=(-(-sizes.hidden // 512), turn.count, 1),
-        threads=THREADS,
-        args=(turn.outputs, turn.weights, turn.positions, turn.logits, *batch, call["out"], *turn.span),
-    )
+    at_once = _largest_divisor(parts, MOST_OUTPUT_BYTES // (4 * 2 * rows * (pairs + turn.count)))
+    of_block = _largest_divisor(at_once, ROW_PARTS)
+    outputs = 2 * rows * at_once
+    weights = (*sizes.routed.args("down"), *sizes.shared.args("down"))
+    for first in range(0, sizes.hidden, outputs):
+        args = (*weights, turn.hidden, *lists, turn.outputs, first)
+        blocks = at_once // of_block
+        yield launch("many_down", blocks, blocks, args, ("OUTPUTS", outputs), ("ROW_PARTS", of_block))
+        yield Launch(
+            Kernel(
+                "moe/many_combine.cu",
+                "many_combine",
+                (*sizes.routing, ("HIDDEN", sizes.hidden), ("OUTPUTS", outputs)),
+            ),
+            grid=(-(-outputs // 512), turn.count, 1),
+            threads=THREADS,
+            args=(turn.outputs, turn.weights, turn.positions, turn.logits, *batch, call["out"], first, *turn.span),
+        )
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return next(divisor for divisor in range(min(number, most), 0, -1) if number % divisor == 0)

@@ -1,10 +1,10 @@
-// down h of the routed experts and of the shared one for tiles of many tokens, a row of `outputs` for each position. A
-// block goes through ROW_PARTS of the parts of HIDDEN that its warps have room for. MIN_BLOCKS; and the macros of
-// many_experts.cuh.
+// down h of the routed experts and of the shared one for tiles of many tokens, a row of `outputs` for each position: of OUTPUTS
+// of HIDDEN elements, those from `first_output` on. A block goes through ROW_PARTS times as many as its warps have room
+// for. MIN_BLOCKS; and the macros of many_experts.cuh.
 #include "moe/many_experts.cuh"
 
-constexpr int PART_ROWS = 16 * ROW_TILES * WARPS, BLOCKS = HIDDEN / (PART_ROWS * ROW_PARTS);
-static_assert(HIDDEN % (PART_ROWS * ROW_PARTS) == 0, "whole blocks of rows");
+constexpr int PART_ROWS = 16 * ROW_TILES * WARPS, BLOCKS = OUTPUTS / (PART_ROWS * ROW_PARTS);
+static_assert(OUTPUTS % (PART_ROWS * ROW_PARTS) == 0, "whole blocks of rows");
 
 // What a block works on, in shared memory: it would take registers from the product.
 struct Task {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void store_outputs(const float (&sums)[ROW_TILES][N][
     for (int right = 0; right < 2; ++right) {
       const int token = 8 * n + threadIdx.x % 4 * 2 + right;
       if (token >= tile.count) continue;
-      float* row = to + int64(tile.first + token) * HIDDEN;
+      float* row = to + int64(tile.first + token) * OUTPUTS;
 #pragma unroll
       for (int m = 0; m < ROW_TILES; ++m) {
         row[16 * m] = sums[m][n][right] * scale;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void store_outputs(const float (&sums)[ROW_TILES][N][
 
 template <typename Format, int COLUMNS>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Lists& lists,
-                                    const bf16* hidden, float* outputs) {
+                                    const bf16* hidden, float* outputs, int first_output) {
   DYNAMIC_SHARED(uint8, shared);
   __shared__ Task task;
   const Tile tile = lists.tile(is_shared, block / BLOCKS);
@@ -45,7 +45,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     constexpr int N = decltype(tiles)::value;
     using Product = TokenTile<Format, COLUMNS, 8, ROW_TILES, 16, N, STAGES>;
     const int row = block % BLOCKS * (PART_ROWS * ROW_PARTS) + threadIdx.x / WARP * (16 * ROW_TILES);
-    const typename Product::Rows rows(matrix<Format>(experts, tile.expert, HIDDEN, COLUMNS), row);
+    const typename Product::Rows rows(matrix<Format>(experts, tile.expert, HIDDEN, COLUMNS), first_output + row);
     float* to = outputs + row + threadIdx.x % WARP / 4;
     Product::multiply(shared, rows, {hidden, task.offsets}, ROW_PARTS, [&](const float(&sums)[ROW_TILES][N][4]) {
       const float scale = sum_scale<Format>(matrix<Format>(experts, task.tile.expert, HIDDEN, COLUMNS), 0);
@@ -58,8 +58,8 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 many_down(const void* values, const void* block_scales, const float* global_scales, const void* shared_values,
           const void* shared_block_scales, const float* shared_global_scales, const bf16* hidden, const int4* tiles,
-          const int* num_tiles, const int* query_start_loc, const int* num_seqs, float* outputs, int first_token,
-          int tokens, int shared_blocks) {
+          const int* num_tiles, const int* query_start_loc, const int* num_seqs, float* outputs, int first_output,
+          int first_token, int tokens, int shared_blocks) {
   const Weights routed = {values, block_scales, global_scales};
   const Weights shared = {shared_values, shared_block_scales, shared_global_scales};
   const Lists lists = {tiles, num_tiles, query_start_loc, num_seqs, first_token, tokens};
@@ -68,10 +68,10 @@ many_down(const void* values, const void* block_scales, const float* global_scal
   wait_for_previous();
   start_next();
   if constexpr (ALIKE) {
-    run<ROUTED, INNER>(select(is_shared, shared, routed), is_shared, block, lists, hidden, outputs);
+    run<ROUTED, INNER>(select(is_shared, shared, routed), is_shared, block, lists, hidden, outputs, first_output);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER>(shared, true, block, lists, hidden, outputs);
+    run<SHARED, SHARED_INNER>(shared, true, block, lists, hidden, outputs, first_output);
   } else {
-    run<ROUTED, INNER>(routed, false, block, lists, hidden, outputs);
+    run<ROUTED, INNER>(routed, false, block, lists, hidden, outputs, first_output);
   }
 }
