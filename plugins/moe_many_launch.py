@@ -7,24 +7,25 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef
+from qwen4exp_trt.plugins.kernels import MAX_SHARED_BYTES, Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef
 from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Define, Defines, ExpertFormat, Sizes
 
 WARP = 32
+STAGES_BYTES = MAX_SHARED_BYTES - 1024
+"""Shared memory for stages; the rest is for what a block works on."""
 MANY_TOKENS = 256
 """Rows of a step from which these kernels are the faster ones, as measured on an H200."""
 MOST_ROWS = 8192
 """Rows of a step that are routed together: what bounds the workspace."""
-WARPS = 4
-THREADS = WARPS * WARP
 ROUTE_WARPS, ROUTE_TOKENS = 16, 32
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tiles of 8 tokens of a block; tiles of 16 rows of a warp; stages of K; blocks that an SM has room for."""
+    """Tiles of 8 tokens of a block; its warps; tiles of 16 rows of a warp; most stages of K; blocks an SM has room for."""
 
     token_tiles: int
+    warps: int
     row_tiles: int
     stages: int
     blocks: int
@@ -35,22 +36,26 @@ class Shape:
     def tokens(self) -> int:
         return 8 * self.token_tiles
 
-    @property
-    def defines(self) -> Defines:
+    def defines(self, routed: ExpertFormat, shared: ExpertFormat) -> Defines:
         return (
-            *(("TOKEN_TILES", self.token_tiles), ("ROW_TILES", self.row_tiles), ("STAGES", self.stages)),
+            *(("TOKEN_TILES", self.token_tiles), ("WARPS", self.warps), ("ROW_TILES", self.row_tiles)),
+            *(("ROUTED_STAGES", self.stages_of(routed)), ("SHARED_STAGES", self.stages_of(shared))),
             *(("MIN_BLOCKS", self.blocks), ("TILES_APART", self.tiles_apart)),
         )
 
     def shared_bytes(self, *formats: ExpertFormat) -> int:
-        return self.stages * max(self._stage_bytes(form) for form in formats)
+        return max(self.stages_of(form) * self._stage_bytes(form) for form in formats)
+
+    def stages_of(self, form: ExpertFormat) -> int:
+        return min(self.stages, STAGES_BYTES // self._stage_bytes(form))
 
     def _stage_bytes(self, form: ExpertFormat) -> int:
-        elements, tile_bytes = {NVFP4: (128, 1152), FP8_BLOCKS: (128, 2048), BF16: (64, 2048)}[form]
-        return 2 * elements * self.tokens + WARPS * self.row_tiles * tile_bytes
+        elements, tile_bytes = {NVFP4: (64, 576), FP8_BLOCKS: (128, 2048), BF16: (64, 2048)}[form]
+        return 2 * elements * self.tokens + self.warps * self.row_tiles * tile_bytes
 
 
-ROUTER = Shape(token_tiles=8, row_tiles=2, stages=2, blocks=4)
+PREPARE_WARPS, COMBINE_THREADS = 4, 128
+ROUTER = Shape(token_tiles=8, warps=4, row_tiles=2, stages=2, blocks=4)
 ROW_PARTS = 5
 """Parts of the rows of `down` that a block goes through, at most."""
 MOST_OUTPUT_BYTES = 256 << 20
@@ -66,13 +71,13 @@ def takes_many_tokens(sizes: Sizes, rows: int) -> bool:
 def _shape(sizes: Sizes, rows: int) -> Shape:
     """Tiles that few experts have more tokens than, so that most weights are decoded once."""
     of_expert = rows * sizes.choices / sizes.experts
+    wide = sizes.hidden % 256 == 0 and all(experts.inner % 128 == 0 for experts in (sizes.routed, sizes.shared))
+    warps = 8 if wide else 4
     if FP8_BLOCKS in (sizes.routed.format, sizes.shared.format):
-        return Shape(token_tiles=6 if of_expert > 24 else 4, row_tiles=2, stages=2, blocks=3)
-    if of_expert <= 12:
-        return Shape(token_tiles=3, row_tiles=2, stages=2, blocks=4, tiles_apart=1)
+        return Shape(token_tiles=6 if of_expert > 24 else 4, warps=4, row_tiles=2, stages=2, blocks=3)
     if of_expert <= 24:
-        return Shape(token_tiles=4, row_tiles=2, stages=2, blocks=4)
-    return Shape(token_tiles=8 if of_expert <= 48 else 12, row_tiles=2, stages=2, blocks=3)
+        return Shape(token_tiles=4, warps=warps, row_tiles=2, stages=4, blocks=1)
+    return Shape(token_tiles=8 if of_expert <= 48 else 12, warps=warps, row_tiles=2, stages=3, blocks=1)
 
 
 @dataclass(frozen=True)
@@ -137,17 +142,18 @@ def _count_pitch(rows: int) -> int:
 
 def _route(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
     batch, hidden = (call["query_start_loc"], call["num_seqs"]), ("HIDDEN", sizes.hidden)
+    arranged = (("WARPS", PREPARE_WARPS), ("ARRANGED", _arranged(sizes).name))
     yield Launch(
-        Kernel("moe/many_prepare.cu", "many_prepare", (*sizes.routing, hidden, ("ARRANGED", _arranged(sizes).name))),
-        grid=(-(-turn.count // WARPS), 1, 1),
-        threads=THREADS,
+        Kernel("moe/many_prepare.cu", "many_prepare", (*sizes.routing, hidden, *arranged)),
+        grid=(-(-turn.count // PREPARE_WARPS), 1, 1),
+        threads=PREPARE_WARPS * WARP,
         args=(call["x"], call["shared_expert_gate"], turn.logits, turn.arranged, *turn.span),
     )
     router = replace(ROUTER, row_tiles=ROUTER.row_tiles if sizes.experts % 32 == 0 else 1)
     yield Launch(
-        Kernel("moe/many_router.cu", "many_router", (*sizes.routing, hidden, *router.defines)),
-        grid=(-(-sizes.experts // (16 * router.row_tiles * WARPS)) * -(-turn.count // router.tokens), 1, 1),
-        threads=THREADS,
+        Kernel("moe/many_router.cu", "many_router", (*sizes.routing, hidden, *router.defines(BF16, BF16))),
+        grid=(-(-sizes.experts // (16 * router.row_tiles * router.warps)) * -(-turn.count // router.tokens), 1, 1),
+        threads=router.warps * WARP,
         args=(call["x"], call["router_weight"], turn.logits, *turn.span),
         shared_bytes=router.shared_bytes(BF16),
     )
@@ -176,7 +182,7 @@ def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
     shape, pairs = _shape(sizes, turn.count), turn.count * sizes.choices
     shared_tiles = -(-turn.count // shape.tokens)
     routed_tiles = min(pairs, sizes.experts) + pairs // shape.tokens
-    defines = (*sizes.groups, *shape.defines)
+    defines = (*sizes.groups, *shape.defines(sizes.routed.format, sizes.shared.format))
     batch = (call["query_start_loc"], call["num_seqs"])
     lists = (turn.tiles, turn.num_tiles, *batch)
 
@@ -184,12 +190,12 @@ def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
         return Launch(
             Kernel(f"moe/{name}.cu", name, (*defines, *more)),
             grid=(shared_tiles * shared_blocks + routed_tiles * routed_blocks, 1, 1),
-            threads=THREADS,
+            threads=shape.warps * WARP,
             args=(*args, *turn.span, shared_tiles * shared_blocks),
             shared_bytes=shape.shared_bytes(sizes.routed.format, sizes.shared.format),
         )
 
-    rows = 8 * shape.row_tiles * WARPS
+    rows = 8 * shape.row_tiles * shape.warps
     weights = (*sizes.routed.args("gate_up"), *sizes.shared.args("gate_up"))
     args = (call["x"], turn.arranged, *weights, turn.tokens, *lists, turn.hidden)
     yield launch("many_gate_up", sizes.routed.inner // rows, sizes.shared.inner // rows, args)
@@ -208,8 +214,8 @@ def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
                 "many_combine",
                 (*sizes.routing, ("HIDDEN", sizes.hidden), ("OUTPUTS", outputs)),
             ),
-            grid=(-(-outputs // 512), turn.count, 1),
-            threads=THREADS,
+            grid=(-(-outputs // (4 * COMBINE_THREADS)), turn.count, 1),
+            threads=COMBINE_THREADS,
             args=(turn.outputs, turn.weights, turn.positions, turn.logits, *batch, call["out"], first, *turn.span),
         )
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_outputs(const float (&sums)[ROW_TILES][N][
     }
 }
 
-template <typename Format, int COLUMNS>
+template <typename Format, int COLUMNS, int STAGES>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Lists& lists,
                                     const bf16* hidden, float* outputs, int first_output) {
   DYNAMIC_SHARED(uint8, shared);
@@ -68,10 +68,10 @@ many_down(const void* values, const void* block_scales, const float* global_scal
   wait_for_previous();
   start_next();
   if constexpr (ALIKE) {
-    run<ROUTED, INNER>(select(is_shared, shared, routed), is_shared, block, lists, hidden, outputs, first_output);
+    run<ROUTED, INNER, ROUTED_STAGES>(select(is_shared, shared, routed), is_shared, block, lists, hidden, outputs, first_output);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER>(shared, true, block, lists, hidden, outputs, first_output);
+    run<SHARED, SHARED_INNER, SHARED_STAGES>(shared, true, block, lists, hidden, outputs, first_output);
   } else {
-    run<ROUTED, INNER>(routed, false, block, lists, hidden, outputs, first_output);
+    run<ROUTED, INNER, ROUTED_STAGES>(routed, false, block, lists, hidden, outputs, first_output);
   }
 }

@@ -1,6 +1,6 @@
 // Tiles of tokens of one expert. Macros: those of routing.cuh; HIDDEN; ROUTED, SHARED: formats; INNER, SHARED_INNER: hidden
 // elements of a routed and of the shared expert; TOKEN_TILES: at most so many times 8 tokens a tile; ROW_TILES: 16 rows
-// each, of a warp; STAGES: as in many_tile.cuh.
+// each, of a warp; ROUTED_STAGES, SHARED_STAGES: DEPTH of many_tile.cuh.
 #pragma once
 #include "moe/many_tile.cuh"
 #include "moe/routing.cuh"

@@ -5,13 +5,15 @@
 // of 8, of rows g and g + 8. A `TileFormat` has
 //   ELEMENTS, STEP, GROUPS  of K: a stage, a step, and the groups of 8 that a lane has of a step
 //   BYTES                   of a tile in shared memory
-//   COPIES, source, place   16 bytes each that a lane copies of a row: from which element of the stage, to where
+//   row, element            what a lane copies: 16 bytes from this element on of this row of 16
+//   COPIES, copied, place   further ones: how many rows of 8 and elements on, and where to
 //   Fragment, read, decode  a lane's part of a step, and a group of it as the operands of two mmas
 //   arranged                where element i of 8 stands after `Format::arrange`, as activations have to be in memory
+// Macro: WARPS of a block.
 #pragma once
 #include "moe/tiles.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * WARP;
+constexpr int THREADS = WARPS * WARP;
 
 template <typename A, typename B>
 constexpr bool is_same = false;
@@ -21,27 +23,25 @@ constexpr bool is_same<A, A> = true;
 template <typename Format>
 struct TileFormat;
 
-// The second 8 rows are HALF bytes behind the first. Behind the codes are 8 bytes of scales of each row.
+// 32 bytes of codes of each row, then 4 of scales of each.
 template <>
 struct TileFormat<Nvfp4> {
-  static constexpr int ELEMENTS = 128, STEP = 64, GROUPS = 2, HALF = 512, BYTES = CODE_BYTES + 128, COPIES = 1;
+  static constexpr int ELEMENTS = 64, STEP = 64, GROUPS = 2, CODES = 512, BYTES = CODES + 64, COPIES = 1;
   struct Fragment {
     uint2 codes[2];
     uint32 scales[2];
   };
-  static __device__ __forceinline__ int source(int) { return threadIdx.x % 4 * 32; }
-  // Two rows a line of 128 bytes, which are turned so that the 8 bytes of 16 lanes are in different banks.
-  static __device__ __forceinline__ int place(int, int piece = threadIdx.x % 4) {
-    const int g = threadIdx.x % WARP / 4;
-    return g / 2 * 128 + (g % 2 * 4 + piece ^ g / 2 % 2 * 2) * 16;
-  }
-  static __device__ __forceinline__ Fragment read(const uint8* tile, int step) {
+  static __device__ __forceinline__ int row() { return threadIdx.x % WARP / 2; }
+  static __device__ __forceinline__ int element() { return threadIdx.x % 2 * 32; }
+  static __device__ __forceinline__ constexpr int2 copied(int) { return {0, 0}; }
+  static __device__ __forceinline__ int place(int) { return threadIdx.x % WARP * 16; }
+  static __device__ __forceinline__ Fragment read(const uint8* tile, int) {
     const int lane = threadIdx.x % WARP;
     Fragment fragment;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      fragment.codes[i] = *reinterpret_cast<const uint2*>(tile + HALF * i + place(0, 2 * step + lane % 4 / 2) + lane % 2 * 8);
-      fragment.scales[i] = tile[CODE_BYTES + 64 * i + lane / 4 * 8 + step * 4 + lane % 4];
+      fragment.codes[i] = reinterpret_cast<const uint2*>(tile)[WARP * i + lane];
+      fragment.scales[i] = tile[CODES + WARP * i + lane];
     }
     return fragment;
   }
@@ -59,14 +59,16 @@ struct TileFormat<Nvfp4> {
   static __device__ __forceinline__ constexpr int arranged(int i) { return i % 4 * 2 + i / 4; }
 };
 
-// 16 bytes a lane of each row and step.
+// 16 bytes a lane of each row and step: 8 rows of a step a copy.
 template <int STEP_>
 struct WholeVectors {
-  static constexpr int STEP = STEP_, GROUPS = STEP / 32, ELEMENTS = 2 * STEP, HALF = 512, BYTES = 2 * CODE_BYTES, COPIES = 2;
-  static __device__ __forceinline__ int source(int copy) { return copy * STEP + threadIdx.x % 4 * 8 * GROUPS; }
-  static __device__ __forceinline__ int place(int copy) { return copy * CODE_BYTES + threadIdx.x % WARP * 16; }
+  static constexpr int STEP = STEP_, GROUPS = STEP / 32, ELEMENTS = 2 * STEP, BYTES = 2048, COPIES = 4;
+  static __device__ __forceinline__ int row() { return threadIdx.x % WARP / 4; }
+  static __device__ __forceinline__ int element() { return threadIdx.x % 4 * 8 * GROUPS; }
+  static __device__ __forceinline__ constexpr int2 copied(int copy) { return {copy % 2, copy / 2 * STEP}; }
+  static __device__ __forceinline__ int place(int copy) { return copy * 512 + threadIdx.x % WARP * 16; }
   static __device__ __forceinline__ uint4 read_row(const uint8* tile, int step, int half) {
-    return *reinterpret_cast<const uint4*>(tile + place(step) + half * HALF);
+    return *reinterpret_cast<const uint4*>(tile + place(2 * step + half));
   }
 };
 
@@ -105,7 +107,8 @@ struct WarpRows {
 
   __device__ __forceinline__ WarpRows(const Weights& weights, int first) : first(first) {
     const int lane = threadIdx.x % WARP;
-    values = static_cast<const uint8*>(weights.values) + value_bytes<Format>(int64(first + lane / 4) * COLUMNS);
+    values = static_cast<const uint8*>(weights.values) + row_bytes(first + Tile::row() / 8 * APART + Tile::row() % 8) +
+             value_bytes<Format>(Tile::element());
     scales = static_cast<const uint8*>(weights.block_scales);
     if constexpr (is_same<Format, Nvfp4>)
       scales += int64(first + lane / 16 * TILE_ROWS + lane / 8 % 2 * APART + lane % 8) * (COLUMNS / 16);
@@ -125,10 +128,9 @@ struct WarpRows {
   __device__ __forceinline__ void copy(uint8* tile, int m, int stage) const {
 #pragma unroll
     for (int i = 0; i < Tile::COPIES; ++i) {
-      const uint8* from = values + uint32(value_bytes<Format>(stage * Tile::ELEMENTS + Tile::source(i))) +
-                          m * uint32(row_bytes(TILE_ROWS));
-      copy_async_16(tile + Tile::place(i), from);
-      copy_async_16(tile + Tile::place(i) + Tile::HALF, from + row_bytes(APART));
+      const int2 on = Tile::copied(i);
+      const uint32 offset = value_bytes<Format>(stage * Tile::ELEMENTS + on.y) + m * row_bytes(TILE_ROWS);
+      copy_async_16(tile + Tile::place(i), values + offset + on.x * row_bytes(APART));
     }
   }
   // The same of the scales of that tile and the next one.
@@ -136,7 +138,7 @@ struct WarpRows {
     if constexpr (is_same<Format, Nvfp4>) {
       const int lane = threadIdx.x % WARP;
       if (m + 1 < M || lane < 16)
-        copy_async_8(tile + lane / 16 * Tile::BYTES + CODE_BYTES + lane % 16 * 8,
+        copy_async_4(tile + lane / 16 * Tile::BYTES + Tile::CODES + lane % 16 * 4,
                      scales + uint32(stage * (Tile::ELEMENTS / 16) + m * (TILE_ROWS * (COLUMNS / 16))));
     }
   }

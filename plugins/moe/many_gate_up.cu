@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_hidden(const float (&sums)[ROW_TILES][N][4
   }
 }
 
-template <typename Format, int ROWS>
+template <typename Format, int ROWS, int STAGES>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Lists& lists, const bf16* x,
                                     const int* token_of_position, bf16* hidden) {
   DYNAMIC_SHARED(uint8, shared);
@@ -83,10 +83,10 @@ many_gate_up(const bf16* x, const bf16* arranged_x, const void* values, const vo
   const bf16* routed_x = is_same<ROUTED, Bf16> ? x : arranged_x;
   const bf16* shared_x = is_same<SHARED, Bf16> ? x : arranged_x;
   if constexpr (ALIKE) {
-    run<ROUTED, INNER>(select(is_shared, shared, routed), is_shared, block, lists, routed_x, token_of_position, hidden);
+    run<ROUTED, INNER, ROUTED_STAGES>(select(is_shared, shared, routed), is_shared, block, lists, routed_x, token_of_position, hidden);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER>(shared, true, block, lists, shared_x, token_of_position, hidden);
+    run<SHARED, SHARED_INNER, SHARED_STAGES>(shared, true, block, lists, shared_x, token_of_position, hidden);
   } else {
-    run<ROUTED, INNER>(routed, false, block, lists, routed_x, token_of_position, hidden);
+    run<ROUTED, INNER, ROUTED_STAGES>(routed, false, block, lists, routed_x, token_of_position, hidden);
   }
 }

@@ -1,4 +1,4 @@
-// Router logits of many tokens by tiles. EXPERTS: a multiple of 16 * ROW_TILES. HIDDEN, CHOICES; TOKEN_TILES, ROW_TILES, STAGES, MIN_BLOCKS: as in
+// Router logits of many tokens by tiles. EXPERTS: a multiple of 16 * ROW_TILES. HIDDEN, CHOICES; TOKEN_TILES, ROW_TILES, ROUTED_STAGES, MIN_BLOCKS: as in
 // many_experts.cuh.
 #include "moe/many_tile.cuh"
 #include "moe/routing.cuh"
@@ -17,7 +17,7 @@ many_router(const bf16* x, const bf16* router, float* logits, int first_token, i
   wait_for_previous();
   start_next();
   __syncthreads();
-  using Product = TokenTile<Bf16, HIDDEN, 8, ROW_TILES, 16, TOKEN_TILES, STAGES>;
+  using Product = TokenTile<Bf16, HIDDEN, 8, ROW_TILES, 16, TOKEN_TILES, ROUTED_STAGES>;
   const TokenRows from = {x + int64(first_token) * HIDDEN, offsets};
   Product::multiply(shared, {Weights{router, nullptr, nullptr}, low}, from, 1,
                     [&](const float(&sums)[ROW_TILES][TOKEN_TILES][4]) {
