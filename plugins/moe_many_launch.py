@@ -15,14 +15,14 @@ STAGES_BYTES = MAX_SHARED_BYTES - 1024
 """Shared memory for stages; the rest is for what a block works on."""
 MANY_TOKENS = 256
 """Rows of a step from which these kernels are the faster ones, as measured on an H200."""
-MOST_ROWS = 8192
-"""Rows of a step that are routed together: what bounds the workspace."""
+MOST_ROWS, MOST_PAIRS = 8192, 128 << 10
+"""Rows of a step that are routed together, and pairs of a row and an expert: they bound the workspace."""
 ROUTE_WARPS, ROUTE_TOKENS = 16, 32
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tiles of 8 tokens of a block; its warps; tiles of 16 rows of a warp; most stages of K; blocks an SM has room for."""
+    """Tiles of 8 tokens of a block; its warps; tiles of 16 rows of a warp; most stages of K; blocks of an SM."""
 
     token_tiles: int
     warps: int
@@ -107,7 +107,7 @@ class Turn:
 def many_launches(call: Call, sizes: Sizes) -> Iterator[Launch]:
     """Router, choice of experts, tiles by expert, gate and up, down, and the weighted sum, in turns of `MOST_ROWS`."""
     total = call["x"].shape[0]
-    most = min(total, MOST_ROWS)
+    most = min(total, MOST_ROWS, MOST_PAIRS // (sizes.choices + 1))
     pairs, blocks = most * sizes.choices, -(-most // ROUTE_TOKENS)
     i32 = torch.int32
     scratch = {
@@ -124,8 +124,8 @@ def many_launches(call: Call, sizes: Sizes) -> Iterator[Launch]:
         "hidden": call.scratch(pairs + most, max(sizes.routed.inner, sizes.shared.inner), dtype=torch.bfloat16),
         "outputs": call.scratch(min((pairs + most) * sizes.hidden, MOST_OUTPUT_BYTES // 4)),
     }
-    for first in range(0, total, MOST_ROWS):
-        turn = Turn(first, min(MOST_ROWS, total - first), **scratch)
+    for first in range(0, total, most):
+        turn = Turn(first, min(most, total - first), **scratch)
         yield from _route(call, sizes, turn)
         yield from _experts(call, sizes, turn)
 
