@@ -55,7 +55,7 @@ class Shape:
 
 
 PREPARE_WARPS, COMBINE_THREADS = 4, 128
-ROUTER = Shape(token_tiles=8, warps=4, row_tiles=2, stages=2, blocks=4)
+ROUTER = Shape(token_tiles=8, warps=4, row_tiles=2, stages=3, blocks=3)
 ROW_PARTS = 5
 """Parts of the rows of `down` that a block goes through, at most."""
 MOST_OUTPUT_BYTES = 256 << 20
