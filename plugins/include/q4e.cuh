@@ -103,6 +103,30 @@ __device__ __forceinline__ void e2m1_words(uint32 codes, uint32 words[4]) {
   }
 }
 
+// Bytes of (a, b), counted from the lowest of a, by the four lowest nibbles of `selector`; a nibble of 8 more gives the
+// byte's sign eight times.
+__device__ __forceinline__ uint32 permute_bytes(uint32 a, uint32 b, uint32 selector) {
+#ifdef Q4E_EMULATE
+  uint32 result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32 place = selector >> (4 * i) & 15u, byte = uint32((uint64(b) << 32 | a) >> (8 * (place & 7u))) & 0xffu;
+    result |= (place & 8u ? byte & 0x80u ? 0xffu : 0u : byte) << (8 * i);
+  }
+  return result;
+#else
+  uint32 result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+#endif
+}
+
+// The same with elements 2i and 2i + 1 in word i, as neighbours lie in an activation: two instructions more.
+__device__ __forceinline__ void e2m1_pairs(uint32 codes, uint32 words[4]) {
+  const uint32 even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;  // no byte has a sign: zeros for the gaps
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = permute_bytes(even, odd, 0x8480u + 0x0101u * i) * 0x1040u & 0x81c081c0u;
+}
+
 __device__ __forceinline__ float e2m1_value(uint32 code) {
   uint32 bits = (code & 8u) << 28 | (code & 7u) << 22;  // times 2^-126
   return bits_to_float(bits) * 0x1p126f;

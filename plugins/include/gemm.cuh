@@ -1,0 +1,253 @@
+// Products of many tokens with a weight: persistent blocks that multiply tiles of tokens by tiles of rows.
+//
+// The warps of a block divide a tile of TOKENS tokens by ROWS rows. Stages of GEMM_K columns go by cp.async through STAGES
+// buffers, ahead of the multiplication and across tiles, so that a tile's end overlaps with the start of the next.
+// Activations are the A operand and weights, which become bf16 in registers, the B operand of mma_16x8x16. Within 32 rows,
+// the eight columns of four products are dealt out so that a lane has the sums of 8 rows in a row.
+//
+// What is multiplied says a Problem:
+//   Work                     GemmWork, or what is derived from it
+//   IS_STATIC                whether `locate` and the weight may be read in front of wait_for_previous
+//   count()                  works; block i does i, i + gridDim.x, ...
+//   locate(index)            the work
+//   x, x_row(work, i)        bf16 [.., columns], and which of its rows is token i of the tile: one that exists
+//   values, scales, weight_row(work, i)
+//                            the weight [.., columns], and which of its rows is row i of the tile: one that exists; rows
+//                            i .. i + 31 for i a multiple of 32 are in a row, but for repetitions at the end of a weight
+//   columns                  K; a multiple of 8, of 64 for NVFP4, of 16 for FP8
+//   rows(work, i)            an object for rows i .. i + 7 + 32 h of the tile, h < GROUPS, in which `store(token, sums)`
+//                            gets `sums[h][8]` of a token of the tile, times 1 / UNIT; any tokens and rows of the tile, also
+//                            such as do not exist
+// and, if works may have several parts,
+//   partial_sums, arrivals   float [work.split, part, ROWS * TOKENS], and zeroed counters [work.split]
+#pragma once
+#include "gemm_formats.cuh"
+
+struct GemmWork {
+  int first_token, first_row;      // of the tile
+  int first_stage, end_stage;      // of K, at least one
+  int split = 0, part = 0, parts = 1;  // several parts of K: the last block to finish adds up the sums
+};
+
+// `warp_rows` is a multiple of 32, `warp_tokens` of 16.
+template <typename Format_, int ROW_WARPS_, int TOKEN_WARPS_, int WARP_ROWS_, int WARP_TOKENS_, int STAGES_>
+struct GemmShape {
+  using Format = Format_;
+  static constexpr int ROW_WARPS = ROW_WARPS_, TOKEN_WARPS = TOKEN_WARPS_, STAGES = STAGES_;
+  static constexpr int WARP_ROWS = WARP_ROWS_, WARP_TOKENS = WARP_TOKENS_, GROUPS = WARP_ROWS / 32;
+  static constexpr int THREADS = WARP * ROW_WARPS * TOKEN_WARPS;
+  static constexpr int ROWS = ROW_WARPS * WARP_ROWS, TOKENS = TOKEN_WARPS * WARP_TOKENS;
+  static constexpr int TOKEN_BYTES = 2 * GEMM_K;
+  static constexpr int STAGE_BYTES = TOKENS * TOKEN_BYTES + ROWS * (Format::ROW_BYTES + Format::SCALE_BYTES);
+};
+
+template <typename Shape, typename Problem>
+struct Gemm {
+  using Format = typename Shape::Format;
+  using Work = typename Problem::Work;
+  static constexpr int THREADS = Shape::THREADS, STAGES = Shape::STAGES, GROUPS = Shape::GROUPS;
+  static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 16, ROW_TILES = Shape::WARP_ROWS / 8;
+  static constexpr int PIECES = Format::ROW_BYTES / 16, TOKEN_PIECES = Shape::TOKEN_BYTES / 16;
+  static constexpr int TOKEN_COPIES = Shape::TOKENS * TOKEN_PIECES / THREADS, ROW_COPIES = Shape::ROWS * PIECES / THREADS;
+  static constexpr int ROWS_AT = Shape::TOKENS * Shape::TOKEN_BYTES, SCALES_AT = ROWS_AT + Shape::ROWS * Format::ROW_BYTES;
+  static_assert(Shape::TOKENS * TOKEN_PIECES % THREADS == 0 && THREADS % (2 * TOKEN_PIECES) == 0, "whole copies of tokens");
+  static_assert(Shape::ROWS * PIECES % THREADS == 0 && THREADS % (8 * PIECES) == 0, "whole copies of rows");
+  static constexpr int STAGES_OF_SCALE = 128 / GEMM_K;
+  using Sums = float[TOKEN_TILES][ROW_TILES][4];
+
+  // The row of a tile in place `place`: place 8i + n of 32 holds column n of product i.
+  static __device__ __forceinline__ int row_in_place(int place) {
+    return place / 32 * 32 + place % 8 / 2 * 8 + place % 32 / 8 * 2 + place % 2;
+  }
+
+  const Problem& problem;
+  uint8* shared;
+  // The stage to be copied next.
+  Work work;
+  int index, stage, count;
+  uint32 token_rows[TOKEN_COPIES], weight_rows[ROW_COPIES], scale_row;
+
+  __device__ __forceinline__ Gemm(const Problem& problem, uint8* shared)
+      : problem(problem), shared(shared) {}
+
+  __device__ __forceinline__ void first_stage() {
+    index = blockIdx.x, count = problem.count();
+    locate_copies();
+  }
+  __device__ __forceinline__ void locate_copies() {
+    if (index >= count) return;
+    work = problem.locate(index);
+    stage = work.first_stage;
+#pragma unroll
+    for (int i = 0; i < TOKEN_COPIES; ++i)
+      token_rows[i] = problem.x_row(work, threadIdx.x / TOKEN_PIECES + i * (THREADS / TOKEN_PIECES));
+#pragma unroll
+    for (int i = 0; i < ROW_COPIES; ++i)
+      weight_rows[i] = problem.weight_row(work, row_in_place(threadIdx.x / PIECES + i * (THREADS / PIECES)));
+    if constexpr (Format::SCALE_BYTES > 0) scale_row = problem.weight_row(work, row_in_place(threadIdx.x % Shape::ROWS));
+  }
+  __device__ __forceinline__ void next_stage() {
+    if (++stage < work.end_stage) return;
+    index += gridDim.x;
+    locate_copies();
+  }
+  __device__ __forceinline__ void copy_tokens(int buffer) const {
+    if (index >= count) return;
+    const int piece = threadIdx.x % TOKEN_PIECES, token = threadIdx.x / TOKEN_PIECES;
+    const int k = stage * GEMM_K + 8 * piece;
+    uint8* to = shared + buffer * Shape::STAGE_BYTES + token * Shape::TOKEN_BYTES + 16 * (piece ^ token % 2);
+    const bool exists = k < problem.columns;
+    const bf16* from = problem.x + (exists ? k : 0);
+#pragma unroll
+    for (int i = 0; i < TOKEN_COPIES; ++i)
+      copy_async_16(to + i * (THREADS / TOKEN_PIECES) * Shape::TOKEN_BYTES, from + int64(token_rows[i]) * problem.columns, exists);
+  }
+  __device__ __forceinline__ void copy_rows(int buffer) const {
+    if (index >= count) return;
+    constexpr int COLUMNS = GEMM_K / PIECES;  // of 16 bytes
+    const int piece = threadIdx.x % PIECES, place = threadIdx.x / PIECES, k = stage * GEMM_K + piece * COLUMNS;
+    uint8* to = shared + buffer * Shape::STAGE_BYTES + ROWS_AT + place * Format::ROW_BYTES + Format::place(place, piece);
+    const bool exists = k < problem.columns;
+    const int64 row_bytes = int64(problem.columns) * Format::ROW_BYTES / GEMM_K;
+    const uint8* from = static_cast<const uint8*>(problem.values) + (exists ? k / COLUMNS * 16 : 0);
+#pragma unroll
+    for (int i = 0; i < ROW_COPIES; ++i)
+      copy_async_16(to + i * (THREADS / PIECES) * Format::ROW_BYTES, from + weight_rows[i] * row_bytes, exists);
+    if constexpr (Format::SCALE_BYTES > 0) {
+      static_assert(Format::SCALE_BYTES == 4 && Shape::ROWS <= THREADS, "a thread copies the scales of a row");
+      const int64 scale_bytes = problem.columns / GEMM_K * Format::SCALE_BYTES;
+      if (Shape::ROWS == THREADS || threadIdx.x < Shape::ROWS)
+        copy_async_4(shared + buffer * Shape::STAGE_BYTES + SCALES_AT + 4 * threadIdx.x,
+                     static_cast<const uint8*>(problem.scales) + scale_row * scale_bytes + 4 * stage);
+    }
+  }
+
+  // sums += a stage
+  __device__ __forceinline__ void multiply(int buffer, Sums& sums) const {
+    const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    const uint8* from = shared + buffer * Shape::STAGE_BYTES;
+    const uint8* tokens = from + (warp / Shape::ROW_WARPS * Shape::WARP_TOKENS + g) * Shape::TOKEN_BYTES;
+    const int place = warp % Shape::ROW_WARPS * Shape::WARP_ROWS + g;
+    const uint8 *rows = from + ROWS_AT + place * Format::ROW_BYTES, *scales = from + SCALES_AT + place * Format::SCALE_BYTES;
+    typename Format::Fragment fragments[ROW_TILES];
+#pragma unroll
+    for (int i = 0; i < ROW_TILES; ++i)
+      fragments[i] = Format::read(rows + 8 * i * Format::ROW_BYTES, scales + 8 * i * Format::SCALE_BYTES, g % 2, t);
+#pragma unroll
+    for (int group = 0; group < 2; ++group) {
+      uint32 b[ROW_TILES][4];
+#pragma unroll
+      for (int i = 0; i < ROW_TILES; ++i) Format::decode(fragments[i], group, b[i]);
+#pragma unroll
+      for (int j = 0; j < TOKEN_TILES; ++j) {
+        const uint8* place = tokens + 16 * j * Shape::TOKEN_BYTES + 16 * (2 * t + group ^ g % 2);
+        const uint4 low = *reinterpret_cast<const uint4*>(place);
+        const uint4 high = *reinterpret_cast<const uint4*>(place + 8 * Shape::TOKEN_BYTES);
+        const uint32 a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+          for (int i = 0; i < ROW_TILES; ++i) mma_16x8x16(sums[j][i], a[half], b[i] + 2 * half);
+      }
+    }
+  }
+
+  // sums += scales * step, for steps of the columns that share a scale, the last of them in stage `at`; clears `step`.
+  __device__ __forceinline__ void add_scaled(const Work& now, int at, Sums& sums, Sums& step) const {
+    const int first = threadIdx.x / WARP % Shape::ROW_WARPS * Shape::WARP_ROWS;
+#pragma unroll
+    for (int group = 0; group < GROUPS; ++group) {
+      const int row = problem.weight_row(now, first + 32 * group);
+      const float scale = Format::sum_scale(problem.scales, problem.columns, row, at * GEMM_K);
+#pragma unroll
+      for (int j = 0; j < TOKEN_TILES; ++j)
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          float& value = step[j][4 * group + i / 4][i % 4];
+          sums[j][4 * group + i / 4][i % 4] += scale * value;
+          value = 0.f;
+        }
+    }
+  }
+
+  // Several parts: true in the last block of all to finish, and `sums` are the total.
+  __device__ __forceinline__ bool add_parts(const Work& done, Sums& sums) const {
+    constexpr int VECTORS = TOKEN_TILES * ROW_TILES;
+    float4* partial = reinterpret_cast<float4*>(problem.partial_sums) + threadIdx.x;
+    auto at = [&](int part, int i) {
+      return partial + ((int64(done.split) * done.parts + part) * VECTORS + i) * THREADS;
+    };
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      const float* sum = sums[i / ROW_TILES][i % ROW_TILES];
+      *at(done.part, i) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    }
+    if (!is_last_block(problem.arrivals + done.split, done.parts)) return false;
+#pragma unroll
+    for (int i = 0; i < VECTORS; ++i) {
+      float* sum = sums[i / ROW_TILES][i % ROW_TILES];
+      sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+    }
+    for (int part = 0; part < done.parts; ++part) {
+#pragma unroll
+      for (int i = 0; i < VECTORS; ++i) {
+        const float4 other = __ldcg(at(part, i));
+        float* sum = sums[i / ROW_TILES][i % ROW_TILES];
+        sum[0] += other.x, sum[1] += other.y, sum[2] += other.z, sum[3] += other.w;
+      }
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void store(const Work& done, const Sums& sums) const {
+    const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    const auto rows = problem.rows(done, warp % Shape::ROW_WARPS * Shape::WARP_ROWS + 8 * t);
+#pragma unroll
+    for (int i = 0; i < 2 * TOKEN_TILES; ++i) {
+      float values[GROUPS][8];
+#pragma unroll
+      for (int j = 0; j < 8 * GROUPS; ++j) values[j / 8][j % 8] = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
+      rows.store(warp / Shape::ROW_WARPS * Shape::WARP_TOKENS + 8 * i + g, values);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (Problem::IS_STATIC) {
+      first_stage();
+#pragma unroll 1
+      for (int i = 0; i < STAGES - 1; ++i, next_stage()) copy_rows(i);
+    }
+    start_next();
+    wait_for_previous();
+    first_stage();
+#pragma unroll 1
+    for (int i = 0; i < STAGES - 1; ++i, next_stage()) {
+      if constexpr (!Problem::IS_STATIC) copy_rows(i);
+      copy_tokens(i);
+      commit_copies();
+    }
+    int buffer = 0;
+    for (int mine = blockIdx.x; mine < count; mine += gridDim.x) {
+      const Work now = problem.locate(mine);
+      Sums sums = {}, step = {};
+      for (int at = now.first_stage; at < now.end_stage; ++at) {
+        wait_copies<STAGES - 2>();
+        __syncthreads();
+        const int spare = buffer == 0 ? STAGES - 1 : buffer - 1;  // all are through with it
+        copy_rows(spare);
+        copy_tokens(spare);
+        commit_copies();
+        next_stage();
+        if constexpr (Format::HAS_SUM_SCALES) {
+          multiply(buffer, step);
+          if (at % STAGES_OF_SCALE == STAGES_OF_SCALE - 1 || at == now.end_stage - 1) add_scaled(now, at, sums, step);
+        } else {
+          multiply(buffer, sums);
+        }
+        buffer = buffer == STAGES - 1 ? 0 : buffer + 1;
+      }
+      if (now.parts == 1 || add_parts(now, sums)) store(now, sums);
+    }
+    wait_copies<0>();
+  }
+};
