@@ -49,6 +49,7 @@ struct Gemm {
   static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 16, ROW_TILES = Shape::WARP_ROWS / 8;
   static constexpr int PIECES = Format::ROW_BYTES / 16, TOKEN_PIECES = Shape::TOKEN_BYTES / 16;
   static constexpr int TOKEN_COPIES = Shape::TOKENS * TOKEN_PIECES / THREADS, ROW_COPIES = Shape::ROWS * PIECES / THREADS;
+  static constexpr int SCALE_COPIES = ceil_div(Shape::ROWS, THREADS);
   static constexpr int ROWS_AT = Shape::TOKENS * Shape::TOKEN_BYTES, SCALES_AT = ROWS_AT + Shape::ROWS * Format::ROW_BYTES;
   static_assert(Shape::TOKENS * TOKEN_PIECES % THREADS == 0 && THREADS % (2 * TOKEN_PIECES) == 0, "whole copies of tokens");
   static_assert(Shape::ROWS * PIECES % THREADS == 0 && THREADS % (8 * PIECES) == 0, "whole copies of rows");
@@ -65,7 +66,7 @@ struct Gemm {
   // The stage to be copied next.
   Work work;
   int index, stage, count;
-  uint32 token_rows[TOKEN_COPIES], weight_rows[ROW_COPIES], scale_row;
+  uint32 token_rows[TOKEN_COPIES], weight_rows[ROW_COPIES], scale_rows[SCALE_COPIES];
 
   __device__ __forceinline__ Gemm(const Problem& problem, uint8* shared)
       : problem(problem), shared(shared) {}
@@ -84,7 +85,11 @@ struct Gemm {
 #pragma unroll
     for (int i = 0; i < ROW_COPIES; ++i)
       weight_rows[i] = problem.weight_row(work, row_in_place(threadIdx.x / PIECES + i * (THREADS / PIECES)));
-    if constexpr (Format::SCALE_BYTES > 0) scale_row = problem.weight_row(work, row_in_place(threadIdx.x % Shape::ROWS));
+    if constexpr (Format::SCALE_BYTES > 0) {
+#pragma unroll
+      for (int i = 0; i < SCALE_COPIES; ++i)
+        scale_rows[i] = problem.weight_row(work, row_in_place((threadIdx.x + i * THREADS) % Shape::ROWS));
+    }
   }
   __device__ __forceinline__ void next_stage() {
     if (++stage < work.end_stage) return;
@@ -114,11 +119,14 @@ struct Gemm {
     for (int i = 0; i < ROW_COPIES; ++i)
       copy_async_16(to + i * (THREADS / PIECES) * Format::ROW_BYTES, from + weight_rows[i] * row_bytes, exists);
     if constexpr (Format::SCALE_BYTES > 0) {
-      static_assert(Format::SCALE_BYTES == 4 && Shape::ROWS <= THREADS, "a thread copies the scales of a row");
+      static_assert(Format::SCALE_BYTES == 4, "a copy of 4 bytes for a row");
       const int64 scale_bytes = problem.columns / GEMM_K * Format::SCALE_BYTES;
-      if (Shape::ROWS == THREADS || threadIdx.x < Shape::ROWS)
-        copy_async_4(shared + buffer * Shape::STAGE_BYTES + SCALES_AT + 4 * threadIdx.x,
-                     static_cast<const uint8*>(problem.scales) + scale_row * scale_bytes + 4 * stage);
+      uint8* to = shared + buffer * Shape::STAGE_BYTES + SCALES_AT + 4 * threadIdx.x;
+      const uint8* from = static_cast<const uint8*>(problem.scales) + 4 * stage;
+#pragma unroll
+      for (int i = 0; i < SCALE_COPIES; ++i)
+        if (Shape::ROWS % THREADS == 0 || threadIdx.x + i * THREADS < Shape::ROWS)
+          copy_async_4(to + 4 * i * THREADS, from + scale_rows[i] * scale_bytes);
     }
   }
 
