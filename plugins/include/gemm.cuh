@@ -2,8 +2,8 @@
 //
 // The warps of a block divide a tile of TOKENS tokens by ROWS rows. Stages of GEMM_K columns go by cp.async through STAGES
 // buffers, ahead of the multiplication and across tiles, so that a tile's end overlaps with the start of the next.
-// Activations are the A operand and weights, which become bf16 in registers, the B operand of mma_16x8x16. Within 32 rows,
-// the eight columns of four products are dealt out so that a lane has the sums of 8 rows in a row.
+// Weights, which become bf16 in registers, are the A operand and activations the B operand of mma_16x8x16. The rows of a warp
+// are dealt out so that a lane has the sums of LANE_ROWS neighbours.
 //
 // What is multiplied says a Problem:
 //   Work                     GemmWork, or what is derived from it
@@ -12,12 +12,11 @@
 //   locate(index)            the work
 //   x, x_row(work, i)        bf16 [.., columns], and which of its rows is token i of the tile: one that exists
 //   values, scales, weight_row(work, i)
-//                            the weight [.., columns], and which of its rows is row i of the tile: one that exists; rows
-//                            i .. i + 31 for i a multiple of 32 are in a row, but for repetitions at the end of a weight
+//                            the weight [.., columns], and which of its rows is row i of the tile: one that exists. For FP8
+//                            the even rows of a warp share the scales of a block, and so do the odd ones
 //   columns                  K; a multiple of 8, of 64 for NVFP4, of 16 for FP8
-//   rows(work, i)            an object for rows i .. i + 7 + 32 h of the tile, h < GROUPS, in which `store(token, sums)`
-//                            gets `sums[h][8]` of a token of the tile, times 1 / UNIT; any tokens and rows of the tile, also
-//                            such as do not exist
+//   rows(work, i)            an object for rows i .. i + LANE_ROWS - 1 of the tile, whose `store(token, sums)` gets the
+//                            LANE_ROWS sums of a token of the tile, times 1 / UNIT; also of tokens and rows that do not exist
 // and, if works may have several parts,
 //   partial_sums, arrivals   float [work.split, part, ROWS * TOKENS], and zeroed counters [work.split]
 #pragma once
@@ -29,12 +28,12 @@ struct GemmWork {
   int split = 0, part = 0, parts = 1;  // several parts of K: the last block to finish adds up the sums
 };
 
-// `warp_rows` is a multiple of 32, `warp_tokens` of 16.
+// WARP_ROWS is a multiple of 16, WARP_TOKENS of 8.
 template <typename Format_, int ROW_WARPS_, int TOKEN_WARPS_, int WARP_ROWS_, int WARP_TOKENS_, int STAGES_>
 struct GemmShape {
   using Format = Format_;
   static constexpr int ROW_WARPS = ROW_WARPS_, TOKEN_WARPS = TOKEN_WARPS_, STAGES = STAGES_;
-  static constexpr int WARP_ROWS = WARP_ROWS_, WARP_TOKENS = WARP_TOKENS_, GROUPS = WARP_ROWS / 32;
+  static constexpr int WARP_ROWS = WARP_ROWS_, WARP_TOKENS = WARP_TOKENS_, LANE_ROWS = WARP_ROWS / 8;
   static constexpr int THREADS = WARP * ROW_WARPS * TOKEN_WARPS;
   static constexpr int ROWS = ROW_WARPS * WARP_ROWS, TOKENS = TOKEN_WARPS * WARP_TOKENS;
   static constexpr int TOKEN_BYTES = 2 * GEMM_K;
@@ -45,8 +44,8 @@ template <typename Shape, typename Problem>
 struct Gemm {
   using Format = typename Shape::Format;
   using Work = typename Problem::Work;
-  static constexpr int THREADS = Shape::THREADS, STAGES = Shape::STAGES, GROUPS = Shape::GROUPS;
-  static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 16, ROW_TILES = Shape::WARP_ROWS / 8;
+  static constexpr int THREADS = Shape::THREADS, STAGES = Shape::STAGES, LANE_ROWS = Shape::LANE_ROWS;
+  static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 8, ROW_TILES = Shape::WARP_ROWS / 16;
   static constexpr int PIECES = Format::ROW_BYTES / 16, TOKEN_PIECES = Shape::TOKEN_BYTES / 16;
   static constexpr int TOKEN_COPIES = Shape::TOKENS * TOKEN_PIECES / THREADS, ROW_COPIES = Shape::ROWS * PIECES / THREADS;
   static constexpr int SCALE_COPIES = ceil_div(Shape::ROWS, THREADS);
@@ -54,11 +53,12 @@ struct Gemm {
   static_assert(Shape::TOKENS * TOKEN_PIECES % THREADS == 0 && THREADS % (2 * TOKEN_PIECES) == 0, "whole copies of tokens");
   static_assert(Shape::ROWS * PIECES % THREADS == 0 && THREADS % (8 * PIECES) == 0, "whole copies of rows");
   static constexpr int STAGES_OF_SCALE = 128 / GEMM_K;
-  using Sums = float[TOKEN_TILES][ROW_TILES][4];
+  using Sums = float[ROW_TILES][TOKEN_TILES][4];
 
-  // The row of a tile in place `place`: place 8i + n of 32 holds column n of product i.
+  // The row of a tile in place `place`: places 8i + g of a warp are row i of lane g.
   static __device__ __forceinline__ int row_in_place(int place) {
-    return place / 32 * 32 + place % 8 / 2 * 8 + place % 32 / 8 * 2 + place % 2;
+    const int in_warp = place % Shape::WARP_ROWS;
+    return place - in_warp + in_warp % 8 * LANE_ROWS + in_warp / 8;
   }
 
   const Problem& problem;
@@ -137,25 +137,29 @@ struct Gemm {
     const uint8* tokens = from + (warp / Shape::ROW_WARPS * Shape::WARP_TOKENS + g) * Shape::TOKEN_BYTES;
     const int place = warp % Shape::ROW_WARPS * Shape::WARP_ROWS + g;
     const uint8 *rows = from + ROWS_AT + place * Format::ROW_BYTES, *scales = from + SCALES_AT + place * Format::SCALE_BYTES;
-    typename Format::Fragment fragments[ROW_TILES];
+    typename Format::Fragment fragments[LANE_ROWS];
 #pragma unroll
-    for (int i = 0; i < ROW_TILES; ++i)
+    for (int i = 0; i < LANE_ROWS; ++i)
       fragments[i] = Format::read(rows + 8 * i * Format::ROW_BYTES, scales + 8 * i * Format::SCALE_BYTES, g % 2, t);
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
-      uint32 b[ROW_TILES][4];
+      uint32 a[ROW_TILES][2][4];
 #pragma unroll
-      for (int i = 0; i < ROW_TILES; ++i) Format::decode(fragments[i], group, b[i]);
+      for (int i = 0; i < LANE_ROWS; ++i) {
+        uint32 words[4];
+        Format::decode(fragments[i], group, words);
+#pragma unroll
+        for (int word = 0; word < 4; ++word) a[i / 2][word / 2][word % 2 * 2 + i % 2] = words[word];
+      }
 #pragma unroll
       for (int j = 0; j < TOKEN_TILES; ++j) {
-        const uint8* place = tokens + 16 * j * Shape::TOKEN_BYTES + 16 * (2 * t + group ^ g % 2);
-        const uint4 low = *reinterpret_cast<const uint4*>(place);
-        const uint4 high = *reinterpret_cast<const uint4*>(place + 8 * Shape::TOKEN_BYTES);
-        const uint32 a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
+        const uint4 pairs =
+            *reinterpret_cast<const uint4*>(tokens + 8 * j * Shape::TOKEN_BYTES + 16 * (2 * t + group ^ g % 2));
+        const uint32 b[2][2] = {{pairs.x, pairs.y}, {pairs.z, pairs.w}};
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-          for (int i = 0; i < ROW_TILES; ++i) mma_16x8x16(sums[j][i], a[half], b[i] + 2 * half);
+          for (int i = 0; i < ROW_TILES; ++i) mma_16x8x16(sums[i][j], a[i][half], b[half]);
       }
     }
   }
@@ -163,19 +167,17 @@ struct Gemm {
   // sums += scales * step, for steps of the columns that share a scale, the last of them in stage `at`; clears `step`.
   __device__ __forceinline__ void add_scaled(const Work& now, int at, Sums& sums, Sums& step) const {
     const int first = threadIdx.x / WARP % Shape::ROW_WARPS * Shape::WARP_ROWS;
+    float scales[2];
 #pragma unroll
-    for (int group = 0; group < GROUPS; ++group) {
-      const int row = problem.weight_row(now, first + 32 * group);
-      const float scale = Format::sum_scale(problem.scales, problem.columns, row, at * GEMM_K);
+    for (int i = 0; i < 2; ++i)
+      scales[i] = Format::sum_scale(problem.scales, problem.columns, problem.weight_row(now, first + i), at * GEMM_K);
 #pragma unroll
-      for (int j = 0; j < TOKEN_TILES; ++j)
+    for (int i = 0; i < ROW_TILES; ++i)
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          float& value = step[j][4 * group + i / 4][i % 4];
-          sums[j][4 * group + i / 4][i % 4] += scale * value;
-          value = 0.f;
-        }
-    }
+      for (int j = 0; j < 4 * TOKEN_TILES; ++j) {
+        sums[i][j / 4][j % 4] += scales[j % 4 / 2] * step[i][j / 4][j % 4];
+        step[i][j / 4][j % 4] = 0.f;
+      }
   }
 
   // Several parts: true in the last block of all to finish, and `sums` are the total.
@@ -187,20 +189,20 @@ struct Gemm {
     };
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      const float* sum = sums[i / ROW_TILES][i % ROW_TILES];
+      const float* sum = sums[i / TOKEN_TILES][i % TOKEN_TILES];
       *at(done.part, i) = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
     if (!is_last_block(problem.arrivals + done.split, done.parts)) return false;
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
-      float* sum = sums[i / ROW_TILES][i % ROW_TILES];
+      float* sum = sums[i / TOKEN_TILES][i % TOKEN_TILES];
       sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
     }
     for (int part = 0; part < done.parts; ++part) {
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         const float4 other = __ldcg(at(part, i));
-        float* sum = sums[i / ROW_TILES][i % ROW_TILES];
+        float* sum = sums[i / TOKEN_TILES][i % TOKEN_TILES];
         sum[0] += other.x, sum[1] += other.y, sum[2] += other.z, sum[3] += other.w;
       }
     }
@@ -209,13 +211,13 @@ struct Gemm {
 
   __device__ __forceinline__ void store(const Work& done, const Sums& sums) const {
     const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    const auto rows = problem.rows(done, warp % Shape::ROW_WARPS * Shape::WARP_ROWS + 8 * t);
+    const auto rows = problem.rows(done, warp % Shape::ROW_WARPS * Shape::WARP_ROWS + LANE_ROWS * g);
 #pragma unroll
     for (int i = 0; i < 2 * TOKEN_TILES; ++i) {
-      float values[GROUPS][8];
+      float values[LANE_ROWS];
 #pragma unroll
-      for (int j = 0; j < 8 * GROUPS; ++j) values[j / 8][j % 8] = sums[i / 2][j / 2][i % 2 * 2 + j % 2];
-      rows.store(warp / Shape::ROW_WARPS * Shape::WARP_TOKENS + 8 * i + g, values);
+      for (int j = 0; j < LANE_ROWS; ++j) values[j] = sums[j / 2][i / 2][j % 2 * 2 + i % 2];
+      rows.store(warp / Shape::ROW_WARPS * Shape::WARP_TOKENS + 8 * (i / 2) + 2 * t + i % 2, values);
     }
   }
 

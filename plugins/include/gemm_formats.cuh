@@ -1,7 +1,7 @@
-// Weights as the B operand of mma_16x8x16 (8 rows by 16 of K), in stages of GEMM_K columns in shared memory, for gemm.cuh.
+// Weights as the A operand of mma_16x8x16, in stages of GEMM_K columns in shared memory, for gemm.cuh.
 //
 // The four lanes t that share a row have 16 columns of a stage each, 16t .. 16t + 15: two groups of 8, each of which makes
-// two mmas. Which k an mma sees is free as long as both operands agree: its A operand is 16 bytes of an activation at the
+// two mmas. Which k an mma sees is free as long as both operands agree: its B operand is 16 bytes of an activation at the
 // lane's own k, with two neighbours in a register, and so are the weights here.
 //
 // A format has
@@ -10,7 +10,7 @@
 //   HAS_SUM_SCALES          whether sums over BLOCK columns have a scale, `sum_scale`
 //   place                   where piece `piece` of 16 bytes of a row lies, so that reads meet no bank twice
 //   Fragment, read          what a lane has of a row
-//   decode                  one group of it as the B operands of two mmas
+//   decode                  one group of it as words of the A operands of two mmas
 #pragma once
 #include "weight_formats.cuh"
 
@@ -30,10 +30,10 @@ struct GemmNvfp4 {
     const uint32 scale = scales[t];
     return {*reinterpret_cast<const uint2*>(row + 8 * t), nvfp4_scale_pair(scale | scale << 16)};
   }
-  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 (&b)[4]) {
-    e2m1_pairs(group ? fragment.codes.y : fragment.codes.x, b);
+  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 (&words)[4]) {
+    e2m1_pairs(group ? fragment.codes.y : fragment.codes.x, words);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) b[i] = multiply_bf16(b[i], fragment.scale);
+    for (int i = 0; i < 4; ++i) words[i] = multiply_bf16(words[i], fragment.scale);
   }
 };
 
@@ -49,10 +49,10 @@ struct GemmFp8Blocks {
   static __device__ __forceinline__ Fragment read(const uint8* row, const uint8*, int, int t) {
     return {*reinterpret_cast<const uint4*>(row + 16 * t)};
   }
-  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 (&b)[4]) {
+  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 (&words)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      b[i] = e4m3_pair_to_bf16(__byte_perm(word_of(fragment.codes, 2 * group + i / 2), 0, i % 2 ? 0x0302 : 0x0100));
+      words[i] = e4m3_pair_to_bf16(__byte_perm(word_of(fragment.codes, 2 * group + i / 2), 0, i % 2 ? 0x0302 : 0x0100));
   }
   static __device__ __forceinline__ float sum_scale(const void* scales, int columns, int row, int k) {
     return static_cast<const float*>(scales)[int64(row / BLOCK) * ceil_div(columns, BLOCK) + k / BLOCK];
@@ -72,8 +72,8 @@ struct GemmBf16 {
     const uint4* pieces = reinterpret_cast<const uint4*>(row) + 2 * t;
     return {{pieces[parity], pieces[1 ^ parity]}};
   }
-  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 (&b)[4]) {
+  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 (&words)[4]) {
     const uint4 values = fragment.values[group];
-    b[0] = values.x, b[1] = values.y, b[2] = values.z, b[3] = values.w;
+    words[0] = values.x, words[1] = values.y, words[2] = values.z, words[3] = values.w;
   }
 };

@@ -8,28 +8,25 @@
 
 using Shape = GemmShape<FORMAT, SHAPE>;
 
-// Where a lane writes 8 rows of each of its groups of 32.
+// Where a lane writes the sums of its rows.
 struct OutputRows {
+  static constexpr int ROWS = Shape::LANE_ROWS;
   OUTPUT* out;  // of the tile's first token and the lane's first row
-  int tokens, rows, pitch;  // of those, how many exist, from the lane's first on
-  float scales[Shape::GROUPS][8];
+  int tokens, rows, pitch;  // how many exist from those on
+  float scales[ROWS];
 
-  __device__ __forceinline__ void store(int token, const float (&sums)[Shape::GROUPS][8]) const {
+  __device__ __forceinline__ void store(int token, const float (&sums)[ROWS]) const {
     if (token >= tokens) return;
+    OUTPUT* to = out + int64(token) * pitch;
+    float values[ROWS];
 #pragma unroll
-    for (int group = 0; group < Shape::GROUPS; ++group) {
-      OUTPUT* to = out + int64(token) * pitch + 32 * group;
-      const int count = rows - 32 * group;
-      float values[8];
+    for (int i = 0; i < ROWS; ++i) values[i] = sums[i] * scales[i];
+    if (pitch % ROWS == 0) {
+      if (rows > 0) store_vector<OUTPUT>(to, values);
+    } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) values[i] = sums[group][i] * scales[group][i];
-      if (pitch % 8 == 0 && count > 0) {
-        store_vector<OUTPUT>(to, values);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          if (i < count) to[i] = from_float<OUTPUT>(values[i]);
-      }
+      for (int i = 0; i < ROWS; ++i)
+        if (i < rows) to[i] = from_float<OUTPUT>(values[i]);
     }
   }
 };
@@ -73,10 +70,8 @@ struct Linear {
     rows.out = out + int64(work.first_token) * num_rows + first;
     rows.tokens = tokens - work.first_token, rows.rows = num_rows - first, rows.pitch = num_rows;
 #pragma unroll
-    for (int i = 0; i < 8 * Shape::GROUPS; ++i) {
-      const int index = first + i / 8 * 32 + i % 8;
-      rows.scales[i / 8][i % 8] = FORMAT::UNIT * (SCALES_ROWS && index < num_rows ? row_scales[index] : 1.f);
-    }
+    for (int i = 0; i < Shape::LANE_ROWS; ++i)
+      rows.scales[i] = FORMAT::UNIT * (SCALES_ROWS && first + i < num_rows ? row_scales[first + i] : 1.f);
     return rows;
   }
 };
