@@ -37,48 +37,44 @@ struct GemmShape {
   static constexpr int THREADS = WARP * ROW_WARPS * TOKEN_WARPS;
   static constexpr int ROWS = ROW_WARPS * WARP_ROWS, TOKENS = TOKEN_WARPS * WARP_TOKENS;
   static constexpr int TOKEN_BYTES = 2 * GEMM_K;
-  static constexpr int STAGE_BYTES = TOKENS * TOKEN_BYTES + ROWS * (Format::ROW_BYTES + Format::SCALE_BYTES);
+  static constexpr int ROWS_AT = TOKENS * TOKEN_BYTES, SCALES_AT = ROWS_AT + ROWS * Format::ROW_BYTES;  // in a stage
+  static constexpr int STAGE_BYTES = SCALES_AT + ROWS * Format::SCALE_BYTES;
 };
 
+// The next stage to be copied, and this thread's part of it.
 template <typename Shape, typename Problem>
-struct Gemm {
+struct GemmCopies {
   using Format = typename Shape::Format;
-  using Work = typename Problem::Work;
-  static constexpr int THREADS = Shape::THREADS, STAGES = Shape::STAGES, LANE_ROWS = Shape::LANE_ROWS;
-  static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 8, ROW_TILES = Shape::WARP_ROWS / 16;
-  static constexpr int PIECES = Format::ROW_BYTES / 16, TOKEN_PIECES = Shape::TOKEN_BYTES / 16;
+  static constexpr int THREADS = Shape::THREADS, PIECES = Format::ROW_BYTES / 16, TOKEN_PIECES = Shape::TOKEN_BYTES / 16;
   static constexpr int TOKEN_COPIES = Shape::TOKENS * TOKEN_PIECES / THREADS, ROW_COPIES = Shape::ROWS * PIECES / THREADS;
   static constexpr int SCALE_COPIES = ceil_div(Shape::ROWS, THREADS);
-  static constexpr int ROWS_AT = Shape::TOKENS * Shape::TOKEN_BYTES, SCALES_AT = ROWS_AT + Shape::ROWS * Format::ROW_BYTES;
   static_assert(Shape::TOKENS * TOKEN_PIECES % THREADS == 0 && THREADS % (2 * TOKEN_PIECES) == 0, "whole copies of tokens");
-  static_assert(Shape::ROWS * PIECES % THREADS == 0 && THREADS % (8 * PIECES) == 0, "whole copies of rows");
-  static constexpr int STAGES_OF_SCALE = 128 / GEMM_K;
-  using Sums = float[ROW_TILES][TOKEN_TILES][4];
-
-  // The row of a tile in place `place`: places 8i + g of a warp are row i of lane g.
-  static __device__ __forceinline__ int row_in_place(int place) {
-    const int in_warp = place % Shape::WARP_ROWS;
-    return place - in_warp + in_warp % 8 * LANE_ROWS + in_warp / 8;
-  }
+  static_assert(Shape::ROWS * PIECES % THREADS == 0 && THREADS % (2 * PIECES) == 0, "whole copies of rows");
 
   const Problem& problem;
   uint8* shared;
-  // The stage to be copied next.
-  Work work;
-  int index, stage, count;
+  int index, stage, end_stage, count;
   uint32 token_rows[TOKEN_COPIES], weight_rows[ROW_COPIES], scale_rows[SCALE_COPIES];
 
-  __device__ __forceinline__ Gemm(const Problem& problem, uint8* shared)
-      : problem(problem), shared(shared) {}
-
-  __device__ __forceinline__ void first_stage() {
-    index = blockIdx.x, count = problem.count();
-    locate_copies();
+  // Places 8i + g of a warp are row i of lane g.
+  static __device__ __forceinline__ int row_in_place(int place) {
+    const int in_warp = place % Shape::WARP_ROWS;
+    return place - in_warp + in_warp % 8 * Shape::LANE_ROWS + in_warp / 8;
   }
-  __device__ __forceinline__ void locate_copies() {
+
+  __device__ __forceinline__ void start() {
+    index = blockIdx.x, count = problem.count();
+    locate();
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage < end_stage) return;
+    index += gridDim.x;
+    locate();
+  }
+  __device__ __forceinline__ void locate() {
     if (index >= count) return;
-    work = problem.locate(index);
-    stage = work.first_stage;
+    const typename Problem::Work work = problem.locate(index);
+    stage = work.first_stage, end_stage = work.end_stage;
 #pragma unroll
     for (int i = 0; i < TOKEN_COPIES; ++i)
       token_rows[i] = problem.x_row(work, threadIdx.x / TOKEN_PIECES + i * (THREADS / TOKEN_PIECES));
@@ -91,10 +87,9 @@ struct Gemm {
         scale_rows[i] = problem.weight_row(work, row_in_place((threadIdx.x + i * THREADS) % Shape::ROWS));
     }
   }
-  __device__ __forceinline__ void next_stage() {
-    if (++stage < work.end_stage) return;
-    index += gridDim.x;
-    locate_copies();
+
+  static __device__ __forceinline__ const uint8* row_of(const void* from, uint32 row, uint32 row_bytes) {
+    return static_cast<const uint8*>(from) + uint64(row) * row_bytes;
   }
   __device__ __forceinline__ void copy_tokens(int buffer) const {
     if (index >= count) return;
@@ -105,63 +100,109 @@ struct Gemm {
     const bf16* from = problem.x + (exists ? k : 0);
 #pragma unroll
     for (int i = 0; i < TOKEN_COPIES; ++i)
-      copy_async_16(to + i * (THREADS / TOKEN_PIECES) * Shape::TOKEN_BYTES, from + int64(token_rows[i]) * problem.columns, exists);
+      copy_async_16(to + i * (THREADS / TOKEN_PIECES) * Shape::TOKEN_BYTES,
+                    row_of(from, token_rows[i], 2 * problem.columns), exists);
   }
   __device__ __forceinline__ void copy_rows(int buffer) const {
     if (index >= count) return;
     constexpr int COLUMNS = GEMM_K / PIECES;  // of 16 bytes
     const int piece = threadIdx.x % PIECES, place = threadIdx.x / PIECES, k = stage * GEMM_K + piece * COLUMNS;
-    uint8* to = shared + buffer * Shape::STAGE_BYTES + ROWS_AT + place * Format::ROW_BYTES + Format::place(place, piece);
+    uint8* to = shared + buffer * Shape::STAGE_BYTES;
     const bool exists = k < problem.columns;
-    const int64 row_bytes = int64(problem.columns) * Format::ROW_BYTES / GEMM_K;
     const uint8* from = static_cast<const uint8*>(problem.values) + (exists ? k / COLUMNS * 16 : 0);
 #pragma unroll
     for (int i = 0; i < ROW_COPIES; ++i)
-      copy_async_16(to + i * (THREADS / PIECES) * Format::ROW_BYTES, from + weight_rows[i] * row_bytes, exists);
+      copy_async_16(to + Shape::ROWS_AT + (place + i * (THREADS / PIECES)) * Format::ROW_BYTES + Format::place(place, piece),
+                    row_of(from, weight_rows[i], uint32(problem.columns) / COLUMNS * 16), exists);
     if constexpr (Format::SCALE_BYTES > 0) {
       static_assert(Format::SCALE_BYTES == 4, "a copy of 4 bytes for a row");
-      const int64 scale_bytes = problem.columns / GEMM_K * Format::SCALE_BYTES;
-      uint8* to = shared + buffer * Shape::STAGE_BYTES + SCALES_AT + 4 * threadIdx.x;
-      const uint8* from = static_cast<const uint8*>(problem.scales) + 4 * stage;
+      const uint8* scales = static_cast<const uint8*>(problem.scales) + 4 * stage;
 #pragma unroll
       for (int i = 0; i < SCALE_COPIES; ++i)
         if (Shape::ROWS % THREADS == 0 || threadIdx.x + i * THREADS < Shape::ROWS)
-          copy_async_4(to + 4 * i * THREADS, from + scale_rows[i] * scale_bytes);
+          copy_async_4(to + Shape::SCALES_AT + 4 * (threadIdx.x + i * THREADS),
+                       row_of(scales, scale_rows[i], uint32(problem.columns) / GEMM_K * 4));
+    }
+  }
+};
+
+template <typename Shape, typename Problem>
+struct Gemm {
+  using Format = typename Shape::Format;
+  using Work = typename Problem::Work;
+  static constexpr int THREADS = Shape::THREADS, STAGES = Shape::STAGES, LANE_ROWS = Shape::LANE_ROWS;
+  static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 8, ROW_TILES = Shape::WARP_ROWS / 16;
+  static constexpr int STAGES_OF_SCALE = 128 / GEMM_K;
+  using Sums = float[ROW_TILES][TOKEN_TILES][4];
+
+  const Problem& problem;
+  GemmCopies<Shape, Problem> copies;
+  int buffer;  // of the stage that is multiplied
+  // What this lane multiplies next: 16 rows, which become bf16 while those before them are multiplied, and all its tokens.
+  typename Format::Fragment fragments[LANE_ROWS];
+  uint32 a[2][2][4];
+  uint4 b[TOKEN_TILES];
+
+  __device__ __forceinline__ Gemm(const Problem& problem, uint8* shared)
+      : problem(problem), copies{problem, shared}, buffer(0) {}
+
+  __device__ __forceinline__ int next_buffer() const { return buffer == STAGES - 1 ? 0 : buffer + 1; }
+  __device__ __forceinline__ void read_tokens(int from, int group, int tile) {
+    const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP / Shape::ROW_WARPS * Shape::WARP_TOKENS;
+    const uint8* tokens = copies.shared + from * Shape::STAGE_BYTES + (first + lane / 4) * Shape::TOKEN_BYTES;
+    const int piece = (2 * (lane % 4) + group) ^ lane / 4 % 2;
+    b[tile] = *reinterpret_cast<const uint4*>(tokens + 8 * tile * Shape::TOKEN_BYTES + 16 * piece);
+  }
+  __device__ __forceinline__ void read_rows(int from) {
+    const int lane = threadIdx.x % WARP, place = threadIdx.x / WARP % Shape::ROW_WARPS * Shape::WARP_ROWS + lane / 4;
+    const uint8* stage = copies.shared + from * Shape::STAGE_BYTES;
+    const uint8* rows = stage + Shape::ROWS_AT + place * Format::ROW_BYTES;
+    const uint8* scales = stage + Shape::SCALES_AT + place * Format::SCALE_BYTES;
+#pragma unroll
+    for (int i = 0; i < LANE_ROWS; ++i)
+      fragments[i] =
+          Format::read(rows + 8 * i * Format::ROW_BYTES, scales + 8 * i * Format::SCALE_BYTES, lane / 4 % 2, lane % 4);
+  }
+  __device__ __forceinline__ void decode(int tile, int group, uint32 (&to)[2][4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32 words[4];
+      Format::decode(fragments[2 * tile + i], group, words);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) to[word / 2][word % 2 * 2 + i] = words[word];
     }
   }
 
-  // sums += a stage
-  __device__ __forceinline__ void multiply(int buffer, Sums& sums) const {
-    const int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    const uint8* from = shared + buffer * Shape::STAGE_BYTES;
-    const uint8* tokens = from + (warp / Shape::ROW_WARPS * Shape::WARP_TOKENS + g) * Shape::TOKEN_BYTES;
-    const int place = warp % Shape::ROW_WARPS * Shape::WARP_ROWS + g;
-    const uint8 *rows = from + ROWS_AT + place * Format::ROW_BYTES, *scales = from + SCALES_AT + place * Format::SCALE_BYTES;
-    typename Format::Fragment fragments[LANE_ROWS];
-#pragma unroll
-    for (int i = 0; i < LANE_ROWS; ++i)
-      fragments[i] = Format::read(rows + 8 * i * Format::ROW_BYTES, scales + 8 * i * Format::SCALE_BYTES, g % 2, t);
+  // sums += a stage. In the midst of it the next stage is awaited, and the copy of a later one begins.
+  __device__ __forceinline__ void multiply(Sums& sums) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
-      uint32 a[ROW_TILES][2][4];
-#pragma unroll
-      for (int i = 0; i < LANE_ROWS; ++i) {
-        uint32 words[4];
-        Format::decode(fragments[i], group, words);
-#pragma unroll
-        for (int word = 0; word < 4; ++word) a[i / 2][word / 2][word % 2 * 2 + i % 2] = words[word];
+      if (group == 1) {
+        wait_copies<STAGES - 3>();
+        __syncthreads();
+        const int spare = buffer == 0 ? STAGES - 1 : buffer - 1;  // all are through with it
+        copies.copy_rows(spare);
+        copies.copy_tokens(spare);
+        commit_copies();
+        copies.advance();
       }
 #pragma unroll
-      for (int j = 0; j < TOKEN_TILES; ++j) {
-        const uint4 pairs =
-            *reinterpret_cast<const uint4*>(tokens + 8 * j * Shape::TOKEN_BYTES + 16 * (2 * t + group ^ g % 2));
-        const uint32 b[2][2] = {{pairs.x, pairs.y}, {pairs.z, pairs.w}};
+      for (int tile = 0; tile < ROW_TILES; ++tile) {
+        const int now = (group * ROW_TILES + tile) % 2;
+        const bool is_last = tile == ROW_TILES - 1;
+        if (is_last && group == 1) read_rows(next_buffer());
+        decode(is_last ? 0 : tile + 1, is_last ? 1 - group : group, a[1 - now]);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-          for (int i = 0; i < ROW_TILES; ++i) mma_16x8x16(sums[i][j], a[i][half], b[half]);
+          for (int j = 0; j < TOKEN_TILES; ++j) {
+            const uint32 pairs[2] = {half ? b[j].z : b[j].x, half ? b[j].w : b[j].y};
+            mma_16x8x16(sums[tile][j], a[now][half], pairs);
+            if (is_last && half == 1) read_tokens(group ? next_buffer() : buffer, 1 - group, j);
+          }
       }
     }
+    buffer = next_buffer();
   }
 
   // sums += scales * step, for steps of the columns that share a scale, the last of them in stage `at`; clears `step`.
@@ -223,40 +264,38 @@ struct Gemm {
 
   __device__ __forceinline__ void run() {
     if constexpr (Problem::IS_STATIC) {
-      first_stage();
+      copies.start();
 #pragma unroll 1
-      for (int i = 0; i < STAGES - 1; ++i, next_stage()) copy_rows(i);
+      for (int i = 0; i < STAGES - 1; ++i, copies.advance()) copies.copy_rows(i);
     }
     start_next();
     wait_for_previous();
-    first_stage();
+    copies.start();
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i, next_stage()) {
-      if constexpr (!Problem::IS_STATIC) copy_rows(i);
-      copy_tokens(i);
+    for (int i = 0; i < STAGES - 1; ++i, copies.advance()) {
+      if constexpr (!Problem::IS_STATIC) copies.copy_rows(i);
+      copies.copy_tokens(i);
       commit_copies();
     }
-    int buffer = 0;
-    for (int mine = blockIdx.x; mine < count; mine += gridDim.x) {
+    wait_copies<STAGES - 2>();
+    __syncthreads();
+    read_rows(0);
+#pragma unroll
+    for (int j = 0; j < TOKEN_TILES; ++j) read_tokens(0, 0, j);
+    decode(0, 0, a[0]);
+    for (int mine = blockIdx.x; mine < copies.count; mine += gridDim.x) {
       const Work now = problem.locate(mine);
       Sums sums = {}, step = {};
       for (int at = now.first_stage; at < now.end_stage; ++at) {
-        wait_copies<STAGES - 2>();
-        __syncthreads();
-        const int spare = buffer == 0 ? STAGES - 1 : buffer - 1;  // all are through with it
-        copy_rows(spare);
-        copy_tokens(spare);
-        commit_copies();
-        next_stage();
         if constexpr (Format::HAS_SUM_SCALES) {
-          multiply(buffer, step);
+          multiply(step);
           if (at % STAGES_OF_SCALE == STAGES_OF_SCALE - 1 || at == now.end_stage - 1) add_scaled(now, at, sums, step);
         } else {
-          multiply(buffer, sums);
+          multiply(sums);
         }
-        buffer = buffer == STAGES - 1 ? 0 : buffer + 1;
       }
-      if (now.parts == 1 || add_parts(now, sums)) store(now, sums);
+      const Work done = problem.locate(made_anew(mine));
+      if (done.parts == 1 || add_parts(done, sums)) store(done, sums);
     }
     wait_copies<0>();
   }
