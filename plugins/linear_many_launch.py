@@ -53,13 +53,13 @@ class GemmShape:
         return f"{self.row_warps},{self.token_warps},{self.warp_rows},{self.warp_tokens},{self.stages}"
 
     def shared_bytes(self, form: WeightFormat) -> int:
-        return self.stages * (2 * STAGE_COLUMNS * self.tokens + _ROW_BYTES[form] * self.rows)
+        return self.stages * 2 * STAGE_COLUMNS * self.tokens + (self.stages - 1) * _ROW_BYTES[form] * self.rows
 
 
 _ROW_BYTES = {NVFP4: 32 + 4, FP8_BLOCKS: 64, BF16: 128}
 """Of a row in a stage."""
 SHAPES = {
-    NVFP4: GemmShape(4, 2, 64, 64, 3),
+    NVFP4: GemmShape(4, 2, 64, 64, 4),
     FP8_BLOCKS: GemmShape(2, 4, 64, 32, 3),
     BF16: GemmShape(2, 4, 64, 32, 3),
 }

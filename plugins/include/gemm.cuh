@@ -37,8 +37,10 @@ struct GemmShape {
   static constexpr int THREADS = WARP * ROW_WARPS * TOKEN_WARPS;
   static constexpr int ROWS = ROW_WARPS * WARP_ROWS, TOKENS = TOKEN_WARPS * WARP_TOKENS;
   static constexpr int TOKEN_BYTES = 2 * GEMM_K;
-  static constexpr int ROWS_AT = TOKENS * TOKEN_BYTES, SCALES_AT = ROWS_AT + ROWS * Format::ROW_BYTES;  // in a stage
-  static constexpr int STAGE_BYTES = SCALES_AT + ROWS * Format::SCALE_BYTES;
+  // Stages of tokens, and then of rows, which are all read one stage earlier and so need a buffer less.
+  static constexpr int TOKEN_STAGE = TOKENS * TOKEN_BYTES, ROW_STAGE = ROWS * (Format::ROW_BYTES + Format::SCALE_BYTES);
+  static constexpr int ROWS_AT = STAGES * TOKEN_STAGE, SCALES_IN = ROWS * Format::ROW_BYTES;
+  static constexpr int SHARED_BYTES = ROWS_AT + (STAGES - 1) * ROW_STAGE;
 };
 
 // The next stage to be copied, and this thread's part of it.
@@ -95,7 +97,7 @@ struct GemmCopies {
     if (index >= count) return;
     const int piece = threadIdx.x % TOKEN_PIECES, token = threadIdx.x / TOKEN_PIECES;
     const int k = stage * GEMM_K + 8 * piece;
-    uint8* to = shared + buffer * Shape::STAGE_BYTES + token * Shape::TOKEN_BYTES + 16 * (piece ^ token % 2);
+    uint8* to = shared + buffer * Shape::TOKEN_STAGE + token * Shape::TOKEN_BYTES + 16 * (piece ^ token % 2);
     const bool exists = k < problem.columns;
     const bf16* from = problem.x + (exists ? k : 0);
 #pragma unroll
@@ -107,12 +109,12 @@ struct GemmCopies {
     if (index >= count) return;
     constexpr int COLUMNS = GEMM_K / PIECES;  // of 16 bytes
     const int piece = threadIdx.x % PIECES, place = threadIdx.x / PIECES, k = stage * GEMM_K + piece * COLUMNS;
-    uint8* to = shared + buffer * Shape::STAGE_BYTES;
+    uint8* to = shared + Shape::ROWS_AT + buffer * Shape::ROW_STAGE;
     const bool exists = k < problem.columns;
     const uint8* from = static_cast<const uint8*>(problem.values) + (exists ? k / COLUMNS * 16 : 0);
 #pragma unroll
     for (int i = 0; i < ROW_COPIES; ++i)
-      copy_async_16(to + Shape::ROWS_AT + (place + i * (THREADS / PIECES)) * Format::ROW_BYTES + Format::place(place, piece),
+      copy_async_16(to + (place + i * (THREADS / PIECES)) * Format::ROW_BYTES + Format::place(place, piece),
                     row_of(from, weight_rows[i], uint32(problem.columns) / COLUMNS * 16), exists);
     if constexpr (Format::SCALE_BYTES > 0) {
       static_assert(Format::SCALE_BYTES == 4, "a copy of 4 bytes for a row");
@@ -120,7 +122,7 @@ struct GemmCopies {
 #pragma unroll
       for (int i = 0; i < SCALE_COPIES; ++i)
         if (Shape::ROWS % THREADS == 0 || threadIdx.x + i * THREADS < Shape::ROWS)
-          copy_async_4(to + Shape::SCALES_AT + 4 * (threadIdx.x + i * THREADS),
+          copy_async_4(to + Shape::SCALES_IN + 4 * (threadIdx.x + i * THREADS),
                        row_of(scales, scale_rows[i], uint32(problem.columns) / GEMM_K * 4));
     }
   }
@@ -132,32 +134,34 @@ struct Gemm {
   using Work = typename Problem::Work;
   static constexpr int THREADS = Shape::THREADS, STAGES = Shape::STAGES, LANE_ROWS = Shape::LANE_ROWS;
   static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 8, ROW_TILES = Shape::WARP_ROWS / 16;
+  static constexpr bool KEEPS_TOKENS = TOKEN_TILES <= 8;
   static constexpr int STAGES_OF_SCALE = 128 / GEMM_K;
   using Sums = float[ROW_TILES][TOKEN_TILES][4];
 
   const Problem& problem;
   GemmCopies<Shape, Problem> copies;
-  int buffer;  // of the stage that is multiplied
+  int buffer, row_buffer;  // of the stage that is multiplied
   // What this lane multiplies next: 16 rows, which become bf16 while those before them are multiplied, and all its tokens.
   typename Format::Fragment fragments[LANE_ROWS];
-  uint32 a[2][2][4];
-  uint4 b[TOKEN_TILES];
+  uint32 a[KEEPS_TOKENS ? 2 : 2 * ROW_TILES][2][4];
+  uint4 b[KEEPS_TOKENS ? TOKEN_TILES : 2];
 
   __device__ __forceinline__ Gemm(const Problem& problem, uint8* shared)
-      : problem(problem), copies{problem, shared}, buffer(0) {}
+      : problem(problem), copies{problem, shared}, buffer(0), row_buffer(0) {}
 
   __device__ __forceinline__ int next_buffer() const { return buffer == STAGES - 1 ? 0 : buffer + 1; }
-  __device__ __forceinline__ void read_tokens(int from, int group, int tile) {
+  __device__ __forceinline__ int next_row_buffer() const { return row_buffer == STAGES - 2 ? 0 : row_buffer + 1; }
+  __device__ __forceinline__ uint4 read_tokens(int from, int group, int tile) const {
     const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP / Shape::ROW_WARPS * Shape::WARP_TOKENS;
-    const uint8* tokens = copies.shared + from * Shape::STAGE_BYTES + (first + lane / 4) * Shape::TOKEN_BYTES;
+    const uint8* tokens = copies.shared + from * Shape::TOKEN_STAGE + (first + lane / 4) * Shape::TOKEN_BYTES;
     const int piece = (2 * (lane % 4) + group) ^ lane / 4 % 2;
-    b[tile] = *reinterpret_cast<const uint4*>(tokens + 8 * tile * Shape::TOKEN_BYTES + 16 * piece);
+    return *reinterpret_cast<const uint4*>(tokens + 8 * tile * Shape::TOKEN_BYTES + 16 * piece);
   }
   __device__ __forceinline__ void read_rows(int from) {
     const int lane = threadIdx.x % WARP, place = threadIdx.x / WARP % Shape::ROW_WARPS * Shape::WARP_ROWS + lane / 4;
-    const uint8* stage = copies.shared + from * Shape::STAGE_BYTES;
-    const uint8* rows = stage + Shape::ROWS_AT + place * Format::ROW_BYTES;
-    const uint8* scales = stage + Shape::SCALES_AT + place * Format::SCALE_BYTES;
+    const uint8* stage = copies.shared + Shape::ROWS_AT + from * Shape::ROW_STAGE;
+    const uint8* rows = stage + place * Format::ROW_BYTES;
+    const uint8* scales = stage + Shape::SCALES_IN + place * Format::SCALE_BYTES;
 #pragma unroll
     for (int i = 0; i < LANE_ROWS; ++i)
       fragments[i] =
@@ -173,36 +177,57 @@ struct Gemm {
     }
   }
 
-  // sums += a stage. In the midst of it the next stage is awaited, and the copy of a later one begins.
+  // Awaits the next stage, and begins to copy a later one to where all warps are through.
+  __device__ __forceinline__ void next_copies() {
+    wait_copies<STAGES - 3>();
+    __syncthreads();
+    copies.copy_rows(row_buffer);
+    copies.copy_tokens(buffer == 0 ? STAGES - 1 : buffer - 1);
+    commit_copies();
+    copies.advance();
+  }
+
+  // sums += a stage. In the midst of it the next stage is awaited.
   __device__ __forceinline__ void multiply(Sums& sums) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
-      if (group == 1) {
-        wait_copies<STAGES - 3>();
-        __syncthreads();
-        const int spare = buffer == 0 ? STAGES - 1 : buffer - 1;  // all are through with it
-        copies.copy_rows(spare);
-        copies.copy_tokens(spare);
-        commit_copies();
-        copies.advance();
-      }
+      if (group == 1) next_copies();
+      if constexpr (KEEPS_TOKENS) {
 #pragma unroll
-      for (int tile = 0; tile < ROW_TILES; ++tile) {
-        const int now = (group * ROW_TILES + tile) % 2;
-        const bool is_last = tile == ROW_TILES - 1;
-        if (is_last && group == 1) read_rows(next_buffer());
-        decode(is_last ? 0 : tile + 1, is_last ? 1 - group : group, a[1 - now]);
+        for (int tile = 0; tile < ROW_TILES; ++tile) {
+          const int now = (group * ROW_TILES + tile) % 2;
+          const bool is_last = tile == ROW_TILES - 1;
+          if (is_last && group == 1) read_rows(next_row_buffer());
+          decode(is_last ? 0 : tile + 1, is_last ? 1 - group : group, a[1 - now]);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+          for (int half = 0; half < 2; ++half)
 #pragma unroll
-          for (int j = 0; j < TOKEN_TILES; ++j) {
-            const uint32 pairs[2] = {half ? b[j].z : b[j].x, half ? b[j].w : b[j].y};
-            mma_16x8x16(sums[tile][j], a[now][half], pairs);
-            if (is_last && half == 1) read_tokens(group ? next_buffer() : buffer, 1 - group, j);
-          }
+            for (int j = 0; j < TOKEN_TILES; ++j) {
+              const uint32 pairs[2] = {half ? b[j].z : b[j].x, half ? b[j].w : b[j].y};
+              mma_16x8x16(sums[tile][j], a[now][half], pairs);
+              if (is_last && half == 1) b[j] = read_tokens(group ? next_buffer() : buffer, 1 - group, j);
+            }
+        }
+      } else {
+        if (group == 1) read_rows(next_row_buffer());
+#pragma unroll
+        for (int j = 0; j < TOKEN_TILES; ++j) {
+          constexpr int APART = TOKEN_TILES / ROW_TILES;
+          const uint4 pairs = b[j % 2];
+          b[j % 2] = j < TOKEN_TILES - 2 ? read_tokens(buffer, group, j + 2)
+                                         : read_tokens(group ? next_buffer() : buffer, 1 - group, j + 2 - TOKEN_TILES);
+          if (j % APART == 0) decode(j / APART, 1 - group, a[(1 - group) * ROW_TILES + j / APART]);
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int tile = 0; tile < ROW_TILES; ++tile) {
+              const uint32 pair[2] = {half ? pairs.z : pairs.x, half ? pairs.w : pairs.y};
+              mma_16x8x16(sums[tile][j], a[group * ROW_TILES + tile][half], pair);
+            }
+        }
       }
     }
-    buffer = next_buffer();
+    buffer = next_buffer(), row_buffer = next_row_buffer();
   }
 
   // sums += scales * step, for steps of the columns that share a scale, the last of them in stage `at`; clears `step`.
@@ -281,8 +306,9 @@ struct Gemm {
     __syncthreads();
     read_rows(0);
 #pragma unroll
-    for (int j = 0; j < TOKEN_TILES; ++j) read_tokens(0, 0, j);
-    decode(0, 0, a[0]);
+    for (int j = 0; j < (KEEPS_TOKENS ? TOKEN_TILES : 2); ++j) b[j] = read_tokens(0, 0, j);
+#pragma unroll
+    for (int i = 0; i < (KEEPS_TOKENS ? 1 : ROW_TILES); ++i) decode(i, 0, a[i]);
     for (int mine = blockIdx.x; mine < copies.count; mine += gridDim.x) {
       const Work now = problem.locate(mine);
       Sums sums = {}, step = {};
