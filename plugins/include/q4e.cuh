@@ -328,6 +328,39 @@ __device__ __forceinline__ void mma_16x8x16(float c[4], const uint32 a[4], const
 #endif
 }
 
+// Four 8 x 8 matrices of 16-bit values in shared memory: lane 8 i + r has the address of row r, 16 bytes, of matrix i.
+// values[i] are columns 2t, 2t + 1 of row g of matrix i: A or B operands of `mma_16x8x16`.
+__device__ __forceinline__ void load_matrices(uint32 values[4], const void* row) {
+#ifdef Q4E_EMULATE
+  const int lane = threadIdx.x % WARP;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) values[i] = __shfl_sync(FULL_MASK, static_cast<const uint32*>(row), 8 * i + lane / 4)[lane % 4];
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+               : "r"(uint32(__cvta_generic_to_shared(row)))
+               : "memory");
+#endif
+}
+// The same of the transposed matrices: values[i] are rows 2t, 2t + 1 of column g of matrix i.
+__device__ __forceinline__ void load_matrices_transposed(uint32 values[4], const void* row) {
+#ifdef Q4E_EMULATE
+  const int lane = threadIdx.x % WARP;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32 pair = 0;
+    for (int half = 0; half < 2; ++half)
+      pair |= uint32(__shfl_sync(FULL_MASK, static_cast<const uint16*>(row), 8 * i + lane % 4 * 2 + half)[lane / 4]) << 16 * half;
+    values[i] = pair;
+  }
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+               : "r"(uint32(__cvta_generic_to_shared(row)))
+               : "memory");
+#endif
+}
+
 // --- launches that overlap --------------------------------------------------------------------------------------
 
 // A kernel may start while the one before it on the stream still runs: everything in front of `wait_for_previous` may
