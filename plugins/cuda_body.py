@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.execute import execute, num_multiprocessors
-from qwen4exp_trt.plugins.kernels import NUM_SEMAPHORES, Plan
+from qwen4exp_trt.plugins.execute import compute_capability, execute, num_multiprocessors
+from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, NUM_SEMAPHORES, Plan
 from qwen4exp_trt.plugins.spec import OpSpec, element_shape
 
 _plans: dict[Any, Plan] = {}
@@ -25,7 +25,8 @@ def run_kernels(spec: OpSpec, args: Sequence[Any]) -> Tensor | tuple[Tensor, ...
     bound = spec.check_operands(tensors, attrs)
     elements = {name: element_shape(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    plan = cached_plan(spec, elements, dtypes, attrs, num_multiprocessors(device.index))
+    target = num_multiprocessors(device.index), compute_capability(device.index)
+    plan = cached_plan(spec, elements, dtypes, attrs, *target)
     outputs = {
         arg.name: torch.empty(shape, dtype=dtype, device=device)
         for arg, shape, dtype in zip(
@@ -45,12 +46,13 @@ def cached_plan(
     dtypes: Mapping[str, torch.dtype],
     attrs: Mapping[str, Any],
     num_sms: int,
+    capability: tuple[int, int] = MIN_CAPABILITY,
 ) -> Plan:
     """`OpSpec.plan`, made once for equal arguments."""
     values = tuple(tuple(value) if isinstance(value, list) else value for value in attrs.values())
-    key = (spec.name, tuple(map(tuple, shapes.values())), tuple(dtypes.values()), values, num_sms)
+    key = (spec.name, tuple(map(tuple, shapes.values())), tuple(dtypes.values()), values, num_sms, capability)
     if key not in _plans:
-        _plans[key] = spec.plan(shapes, dtypes, attrs, num_sms)
+        _plans[key] = spec.plan(shapes, dtypes, attrs, num_sms, capability)
     return _plans[key]
 
 

@@ -328,6 +328,25 @@ __device__ __forceinline__ void mma_16x8x16(float c[4], const uint32 a[4], const
 #endif
 }
 
+// c[16 x 8] += a[16 x 64] b[64 x 8] of E2M1 codes, each 16 of K times an E4M3 scale without a sign, one warp; from SM120 on.
+// A register has 8 codes, the first in the lowest nibble. a[0], a[1], a[2], a[3] hold columns 8t .. 8t + 7 of row g, of row
+// g + 8, and columns 32 + 8t .. of row g, of g + 8; b[0], b[1] rows 8t .. and 32 + 8t .. of column g; c as of mma_16x8x16.
+// Four scales in a register, of the first 16 of K in the lowest byte: `scale_a` of row g + t % 2 * 8, `scale_b` of column g.
+#if defined(Q4E_EMULATE) || __CUDA_ARCH__ >= 1200
+__device__ __forceinline__ void mma_block_scaled_16x8x64(float c[4], const uint32 a[4], const uint32 b[2], uint32 scale_a,
+                                                         uint32 scale_b) {
+#ifdef Q4E_EMULATE
+  emulator::mma_block_scaled_16x8x64(c, a, b, scale_a, scale_b);
+#else
+  asm volatile(
+      "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, %12}, {%11}, {%12, %12};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "r"(scale_b), "h"(uint16(0)));
+#endif
+}
+#endif
+
 // Four 8 x 8 matrices of 16-bit values in shared memory: lane 8 i + r has the address of row r, 16 bytes, of matrix i.
 // values[i] are columns 2t, 2t + 1 of row g of matrix i: A or B operands of `mma_16x8x16`.
 __device__ __forceinline__ void load_matrices(uint32 values[4], const void* row) {
