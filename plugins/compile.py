@@ -69,6 +69,11 @@ def architecture(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}{'a' if major >= 10 else ''}"
 
 
+def capability_of(arch: str) -> tuple[int, int]:
+    """The compute capability of an `architecture`."""
+    return divmod(int(arch.removeprefix("sm_").removesuffix("a")), 10)
+
+
 def cubin_key(kernel: Kernel, arch: str) -> str:
     """Hash of all that decides about what a kernel does: source, headers, macros and target."""
     parts = [kernel.source, kernel.entry, *define_flags(kernel.defines), arch, _source(kernel.source), _headers()]
