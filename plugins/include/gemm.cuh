@@ -49,14 +49,15 @@ struct GemmCopies {
   using Format = typename Shape::Format;
   static constexpr int THREADS = Shape::THREADS, PIECES = Format::ROW_BYTES / 16, TOKEN_PIECES = Shape::TOKEN_BYTES / 16;
   static constexpr int TOKEN_COPIES = Shape::TOKENS * TOKEN_PIECES / THREADS, ROW_COPIES = Shape::ROWS * PIECES / THREADS;
-  static constexpr int SCALE_COPIES = ceil_div(Shape::ROWS, THREADS);
+  static constexpr int SCALE_COPIES = Format::SCALE_BYTES ? ceil_div(Shape::ROWS, THREADS) : 0;
+  static constexpr int ROW_PARTS = ROW_COPIES + SCALE_COPIES, TOKEN_PARTS = TOKEN_COPIES;
   static_assert(Shape::TOKENS * TOKEN_PIECES % THREADS == 0 && THREADS % (2 * TOKEN_PIECES) == 0, "whole copies of tokens");
   static_assert(Shape::ROWS * PIECES % THREADS == 0 && THREADS % (2 * PIECES) == 0, "whole copies of rows");
 
   const Problem& problem;
   uint8* shared;
   int index, stage, end_stage, count;
-  uint32 token_rows[TOKEN_COPIES], weight_rows[ROW_COPIES], scale_rows[SCALE_COPIES];
+  uint32 token_rows[TOKEN_COPIES], weight_rows[ROW_COPIES], scale_rows[SCALE_COPIES ? SCALE_COPIES : 1];
 
   // Places 8i + g of a warp are row i of lane g.
   static __device__ __forceinline__ int row_in_place(int place) {
@@ -83,48 +84,41 @@ struct GemmCopies {
 #pragma unroll
     for (int i = 0; i < ROW_COPIES; ++i)
       weight_rows[i] = problem.weight_row(work, row_in_place(threadIdx.x / PIECES + i * (THREADS / PIECES)));
-    if constexpr (Format::SCALE_BYTES > 0) {
 #pragma unroll
-      for (int i = 0; i < SCALE_COPIES; ++i)
-        scale_rows[i] = problem.weight_row(work, row_in_place((threadIdx.x + i * THREADS) % Shape::ROWS));
-    }
+    for (int i = 0; i < SCALE_COPIES; ++i)
+      scale_rows[i] = problem.weight_row(work, row_in_place((threadIdx.x + i * THREADS) % Shape::ROWS));
   }
 
   static __device__ __forceinline__ const uint8* row_of(const void* from, uint32 row, uint32 row_bytes) {
     return static_cast<const uint8*>(from) + uint64(row) * row_bytes;
   }
-  __device__ __forceinline__ void copy_tokens(int buffer) const {
-    if (index >= count) return;
-    const int piece = threadIdx.x % TOKEN_PIECES, token = threadIdx.x / TOKEN_PIECES;
-    const int k = stage * GEMM_K + 8 * piece;
-    uint8* to = shared + buffer * Shape::TOKEN_STAGE + token * Shape::TOKEN_BYTES + 16 * (piece ^ token % 2);
-    const bool exists = k < problem.columns;
-    const bf16* from = problem.x + (exists ? k : 0);
-#pragma unroll
-    for (int i = 0; i < TOKEN_COPIES; ++i)
-      copy_async_16(to + i * (THREADS / TOKEN_PIECES) * Shape::TOKEN_BYTES,
-                    row_of(from, token_rows[i], 2 * problem.columns), exists);
-  }
-  __device__ __forceinline__ void copy_rows(int buffer) const {
+  // Part `i` of ROW_PARTS of the rows of the stage, and of TOKEN_PARTS of its tokens.
+  __device__ __forceinline__ void copy_rows(int i, int buffer) const {
     if (index >= count) return;
     constexpr int COLUMNS = GEMM_K / PIECES;  // of 16 bytes
-    const int piece = threadIdx.x % PIECES, place = threadIdx.x / PIECES, k = stage * GEMM_K + piece * COLUMNS;
     uint8* to = shared + Shape::ROWS_AT + buffer * Shape::ROW_STAGE;
-    const bool exists = k < problem.columns;
-    const uint8* from = static_cast<const uint8*>(problem.values) + (exists ? k / COLUMNS * 16 : 0);
-#pragma unroll
-    for (int i = 0; i < ROW_COPIES; ++i)
+    if (i < ROW_COPIES) {
+      const int piece = threadIdx.x % PIECES, place = threadIdx.x / PIECES, k = stage * GEMM_K + piece * COLUMNS;
+      const bool exists = k < problem.columns;
+      const uint8* from = static_cast<const uint8*>(problem.values) + (exists ? k / COLUMNS * 16 : 0);
       copy_async_16(to + (place + i * (THREADS / PIECES)) * Format::ROW_BYTES + Format::place(place, piece),
                     row_of(from, weight_rows[i], uint32(problem.columns) / COLUMNS * 16), exists);
-    if constexpr (Format::SCALE_BYTES > 0) {
-      static_assert(Format::SCALE_BYTES == 4, "a copy of 4 bytes for a row");
-      const uint8* scales = static_cast<const uint8*>(problem.scales) + 4 * stage;
-#pragma unroll
-      for (int i = 0; i < SCALE_COPIES; ++i)
-        if (Shape::ROWS % THREADS == 0 || threadIdx.x + i * THREADS < Shape::ROWS)
-          copy_async_4(to + Shape::SCALES_IN + 4 * (threadIdx.x + i * THREADS),
-                       row_of(scales, scale_rows[i], uint32(problem.columns) / GEMM_K * 4));
+    } else {
+      static_assert(Format::SCALE_BYTES % 4 == 0, "copies of 4 bytes for a row");
+      const int place = threadIdx.x + (i - ROW_COPIES) * THREADS;
+      if (Shape::ROWS % THREADS == 0 || place < Shape::ROWS)
+        copy_async_4(to + Shape::SCALES_IN + 4 * place,
+                     row_of(static_cast<const uint8*>(problem.scales) + 4 * stage, scale_rows[i - ROW_COPIES],
+                            uint32(problem.columns) / GEMM_K * 4));
     }
+  }
+  __device__ __forceinline__ void copy_tokens(int i, int buffer) const {
+    if (index >= count) return;
+    const int piece = threadIdx.x % TOKEN_PIECES, token = threadIdx.x / TOKEN_PIECES, k = stage * GEMM_K + 8 * piece;
+    const bool exists = k < problem.columns;
+    uint8* to = shared + buffer * Shape::TOKEN_STAGE + token * Shape::TOKEN_BYTES + 16 * (piece ^ token % 2);
+    copy_async_16(to + i * (THREADS / TOKEN_PIECES) * Shape::TOKEN_BYTES,
+                  row_of(problem.x + (exists ? k : 0), token_rows[i], 2 * problem.columns), exists);
   }
 };
 
@@ -132,6 +126,7 @@ template <typename Shape, typename Problem>
 struct Gemm {
   using Format = typename Shape::Format;
   using Work = typename Problem::Work;
+  using Copies = GemmCopies<Shape, Problem>;
   static constexpr int THREADS = Shape::THREADS, STAGES = Shape::STAGES, LANE_ROWS = Shape::LANE_ROWS;
   static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 8, ROW_TILES = Shape::WARP_ROWS / 16;
   static constexpr bool KEEPS_TOKENS = TOKEN_TILES <= 8;
@@ -139,7 +134,7 @@ struct Gemm {
   using Sums = float[ROW_TILES][TOKEN_TILES][4];
 
   const Problem& problem;
-  GemmCopies<Shape, Problem> copies;
+  Copies copies;
   int buffer, row_buffer;  // of the stage that is multiplied
   // What this lane multiplies next: 16 rows, which become bf16 while those before them are multiplied, and all its tokens.
   typename Format::Fragment fragments[LANE_ROWS];
@@ -177,21 +172,32 @@ struct Gemm {
     }
   }
 
-  // Awaits the next stage, and begins to copy a later one to where all warps are through.
-  __device__ __forceinline__ void next_copies() {
-    wait_copies<STAGES - 3>();
-    __syncthreads();
-    copies.copy_rows(row_buffer);
-    copies.copy_tokens(buffer == 0 ? STAGES - 1 : buffer - 1);
-    commit_copies();
-    copies.advance();
+  // Step `step` of `steps` in a group of a stage: the copies of a later stage, one by one, since many at once keep the
+  // reads of shared memory waiting. Its rows go where those of this stage were, which all warps have read by the second
+  // group, its tokens, in the next stage's first group, to where those of the stage before are done with.
+  __device__ __forceinline__ void copy_some(int group, int step, int steps) {
+    if (group == 1) {
+#pragma unroll
+      for (int i = 0; i < Copies::ROW_PARTS; ++i)
+        if (i * steps / Copies::ROW_PARTS == step) copies.copy_rows(i, row_buffer);
+    } else {
+      const int to = buffer < 2 ? buffer + STAGES - 2 : buffer - 2;
+#pragma unroll
+      for (int i = 0; i < Copies::TOKEN_PARTS; ++i)
+        if (i * steps / Copies::TOKEN_PARTS == step) copies.copy_tokens(i, to);
+    }
   }
 
   // sums += a stage. In the midst of it the next stage is awaited.
   __device__ __forceinline__ void multiply(Sums& sums) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
-      if (group == 1) next_copies();
+      if (group == 1) {
+        commit_copies();
+        copies.advance();
+        wait_copies<STAGES - 3>();
+        __syncthreads();
+      }
       if constexpr (KEEPS_TOKENS) {
 #pragma unroll
         for (int tile = 0; tile < ROW_TILES; ++tile) {
@@ -206,6 +212,7 @@ struct Gemm {
               const uint32 pairs[2] = {half ? b[j].z : b[j].x, half ? b[j].w : b[j].y};
               mma_16x8x16(sums[tile][j], a[now][half], pairs);
               if (is_last && half == 1) b[j] = read_tokens(group ? next_buffer() : buffer, 1 - group, j);
+              copy_some(group, (tile * 2 + half) * TOKEN_TILES + j, 2 * ROW_TILES * TOKEN_TILES);
             }
         }
       } else {
@@ -224,6 +231,7 @@ struct Gemm {
               const uint32 pair[2] = {half ? pairs.z : pairs.x, half ? pairs.w : pairs.y};
               mma_16x8x16(sums[tile][j], a[group * ROW_TILES + tile][half], pair);
             }
+          copy_some(group, j, TOKEN_TILES);
         }
       }
     }
@@ -287,22 +295,29 @@ struct Gemm {
     }
   }
 
+  __device__ __forceinline__ void copy_all_rows(int to) const {
+#pragma unroll
+    for (int part = 0; part < Copies::ROW_PARTS; ++part) copies.copy_rows(part, to);
+  }
   __device__ __forceinline__ void run() {
     if constexpr (Problem::IS_STATIC) {
       copies.start();
 #pragma unroll 1
-      for (int i = 0; i < STAGES - 1; ++i, copies.advance()) copies.copy_rows(i);
+      for (int i = 0; i < STAGES - 1; ++i, copies.advance()) copy_all_rows(i);
     }
     start_next();
     wait_for_previous();
     copies.start();
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i, copies.advance()) {
-      if constexpr (!Problem::IS_STATIC) copies.copy_rows(i);
-      copies.copy_tokens(i);
+    for (int i = 0; i < STAGES - 1; ++i) {
+      if constexpr (!Problem::IS_STATIC) copy_all_rows(i);
+      if (i == STAGES - 2) break;  // its tokens are copied in the first stage
+#pragma unroll
+      for (int part = 0; part < Copies::TOKEN_PARTS; ++part) copies.copy_tokens(part, i);
       commit_copies();
+      copies.advance();
     }
-    wait_copies<STAGES - 2>();
+    wait_copies<STAGES - 3>();
     __syncthreads();
     read_rows(0);
 #pragma unroll
