@@ -59,9 +59,9 @@ class GemmShape:
 _ROW_BYTES = {NVFP4: 32 + 4, FP8_BLOCKS: 64, BF16: 128}
 """Of a row in a stage."""
 SHAPES = {
-    NVFP4: GemmShape(4, 2, 64, 64, 4),
-    FP8_BLOCKS: GemmShape(2, 4, 64, 32, 3),
-    BF16: GemmShape(2, 4, 64, 32, 3),
+    NVFP4: GemmShape(8, 1, 32, 128, 4),
+    FP8_BLOCKS: GemmShape(4, 2, 32, 64, 4),
+    BF16: GemmShape(4, 2, 32, 48, 4),
 }
 
 
@@ -102,7 +102,13 @@ def tiled(call: Call, x: Tokens, weight: Weight, out: TensorRef, partial_sums: S
     form, shape = weight.format, SHAPES[weight.format]
     tiling = tile_product(x.count, weight.rows, weight.columns, shape, call.num_sms)
     format_name = "Gemm" + form.name
-    defines = (("FORMAT", format_name), *product_defines(weight, out)[1:], ("SHAPE", shape.macro))
+    has_tail = int(weight.columns % STAGE_COLUMNS != 0)
+    defines = (
+        ("FORMAT", format_name),
+        *product_defines(weight, out)[1:],
+        ("SHAPE", shape.macro),
+        ("K_HAS_TAIL", has_tail),
+    )
     sizes = x.count, weight.rows, weight.columns, tiling.whole, tiling.parts
     return Launch(
         Kernel("linear/gemm.cu", "gemm", defines),

@@ -15,6 +15,7 @@
 //                            the weight [.., columns], and which of its rows is row i of the tile: one that exists. For FP8
 //                            the even rows of a warp share the scales of a block, and so do the odd ones
 //   columns                  K; a multiple of 8, of 64 for NVFP4, of 16 for FP8
+//   HAS_TAIL                 whether it may not be one of 64
 //   rows(work, i)            an object for rows i .. i + LANE_ROWS - 1 of the tile, whose `store(token, sums)` gets the
 //                            LANE_ROWS sums of a token of the tile, times 1 / UNIT; also of tokens and rows that do not exist
 // and, if works may have several parts,
@@ -28,7 +29,7 @@ struct GemmWork {
   int split = 0, part = 0, parts = 1;  // several parts of K: the last block to finish adds up the sums
 };
 
-// WARP_ROWS is a multiple of 16, WARP_TOKENS of 8.
+// WARP_ROWS is a multiple of 16, WARP_TOKENS of 16.
 template <typename Format_, int ROW_WARPS_, int TOKEN_WARPS_, int WARP_ROWS_, int WARP_TOKENS_, int STAGES_>
 struct GemmShape {
   using Format = Format_;
@@ -71,11 +72,14 @@ struct GemmCopies {
   }
   __device__ __forceinline__ void advance() {
     if (++stage < end_stage) return;
-    index += gridDim.x;
-    locate();
+    if (index + int(gridDim.x) >= count) {  // nobody reads what is copied from here on
+      --stage;
+    } else {
+      index += gridDim.x;
+      locate();
+    }
   }
   __device__ __forceinline__ void locate() {
-    if (index >= count) return;
     const typename Problem::Work work = problem.locate(index);
     stage = work.first_stage, end_stage = work.end_stage;
 #pragma unroll
@@ -89,36 +93,33 @@ struct GemmCopies {
       scale_rows[i] = problem.weight_row(work, row_in_place((threadIdx.x + i * THREADS) % Shape::ROWS));
   }
 
-  static __device__ __forceinline__ const uint8* row_of(const void* from, uint32 row, uint32 row_bytes) {
-    return static_cast<const uint8*>(from) + uint64(row) * row_bytes;
-  }
   // Part `i` of ROW_PARTS of the rows of the stage, and of TOKEN_PARTS of its tokens.
   __device__ __forceinline__ void copy_rows(int i, int buffer) const {
-    if (index >= count) return;
     constexpr int COLUMNS = GEMM_K / PIECES;  // of 16 bytes
     uint8* to = shared + Shape::ROWS_AT + buffer * Shape::ROW_STAGE;
     if (i < ROW_COPIES) {
-      const int piece = threadIdx.x % PIECES, place = threadIdx.x / PIECES, k = stage * GEMM_K + piece * COLUMNS;
-      const bool exists = k < problem.columns;
-      const uint8* from = static_cast<const uint8*>(problem.values) + (exists ? k / COLUMNS * 16 : 0);
-      copy_async_16(to + (place + i * (THREADS / PIECES)) * Format::ROW_BYTES + Format::place(place, piece),
-                    row_of(from, weight_rows[i], uint32(problem.columns) / COLUMNS * 16), exists);
+      const int piece = threadIdx.x % PIECES, place = threadIdx.x / PIECES;
+      copy_16(to + (place + i * (THREADS / PIECES)) * Format::ROW_BYTES + Format::place(place, piece), problem.values,
+              stage * PIECES + piece, uint32(problem.columns) / COLUMNS, weight_rows[i]);
     } else {
       static_assert(Format::SCALE_BYTES % 4 == 0, "copies of 4 bytes for a row");
       const int place = threadIdx.x + (i - ROW_COPIES) * THREADS;
       if (Shape::ROWS % THREADS == 0 || place < Shape::ROWS)
         copy_async_4(to + Shape::SCALES_IN + 4 * place,
-                     row_of(static_cast<const uint8*>(problem.scales) + 4 * stage, scale_rows[i - ROW_COPIES],
-                            uint32(problem.columns) / GEMM_K * 4));
+                     static_cast<const uint32*>(problem.scales) + stage +
+                         uint64(scale_rows[i - ROW_COPIES]) * (uint32(problem.columns) / GEMM_K));
     }
   }
   __device__ __forceinline__ void copy_tokens(int i, int buffer) const {
-    if (index >= count) return;
-    const int piece = threadIdx.x % TOKEN_PIECES, token = threadIdx.x / TOKEN_PIECES, k = stage * GEMM_K + 8 * piece;
-    const bool exists = k < problem.columns;
+    const int piece = threadIdx.x % TOKEN_PIECES, token = threadIdx.x / TOKEN_PIECES;
     uint8* to = shared + buffer * Shape::TOKEN_STAGE + token * Shape::TOKEN_BYTES + 16 * (piece ^ token % 2);
-    copy_async_16(to + i * (THREADS / TOKEN_PIECES) * Shape::TOKEN_BYTES,
-                  row_of(problem.x + (exists ? k : 0), token_rows[i], 2 * problem.columns), exists);
+    copy_16(to + i * (THREADS / TOKEN_PIECES) * Shape::TOKEN_BYTES, problem.x, stage * TOKEN_PIECES + piece,
+            uint32(problem.columns) / 8, token_rows[i]);
+  }
+  // Piece `piece` of the `pieces` of a row.
+  static __device__ __forceinline__ void copy_16(uint8* to, const void* from, int piece, uint32 pieces, uint32 row) {
+    const bool exists = !Problem::HAS_TAIL || piece < pieces;
+    copy_async_16(to, static_cast<const uint4*>(from) + (exists ? piece : 0) + uint64(row) * pieces, exists);
   }
 };
 
@@ -129,17 +130,17 @@ struct Gemm {
   using Copies = GemmCopies<Shape, Problem>;
   static constexpr int THREADS = Shape::THREADS, STAGES = Shape::STAGES, LANE_ROWS = Shape::LANE_ROWS;
   static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 8, ROW_TILES = Shape::WARP_ROWS / 16;
-  static constexpr bool KEEPS_TOKENS = TOKEN_TILES <= 8;
+  static_assert(TOKEN_TILES % 2 == 0, "tokens are read two tiles ahead");
   static constexpr int STAGES_OF_SCALE = 128 / GEMM_K;
   using Sums = float[ROW_TILES][TOKEN_TILES][4];
 
   const Problem& problem;
   Copies copies;
   int buffer, row_buffer;  // of the stage that is multiplied
-  // What this lane multiplies next: 16 rows, which become bf16 while those before them are multiplied, and all its tokens.
+  // What this lane multiplies: its rows as they are stored, both groups of them in bf16, and the next tokens.
   typename Format::Fragment fragments[LANE_ROWS];
-  uint32 a[KEEPS_TOKENS ? 2 : 2 * ROW_TILES][2][4];
-  uint4 b[KEEPS_TOKENS ? TOKEN_TILES : 2];
+  uint32 a[2][ROW_TILES][2][4];
+  uint4 b[2];
 
   __device__ __forceinline__ Gemm(const Problem& problem, uint8* shared)
       : problem(problem), copies{problem, shared}, buffer(0), row_buffer(0) {}
@@ -162,33 +163,15 @@ struct Gemm {
       fragments[i] =
           Format::read(rows + 8 * i * Format::ROW_BYTES, scales + 8 * i * Format::SCALE_BYTES, lane / 4 % 2, lane % 4);
   }
-  __device__ __forceinline__ void decode(int tile, int group, uint32 (&to)[2][4]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32 words[4];
-      Format::decode(fragments[2 * tile + i], group, words);
-#pragma unroll
-      for (int word = 0; word < 4; ++word) to[word / 2][word % 2 * 2 + i] = words[word];
-    }
+  // One of the words that group `group` of the fragments has in A operands.
+  __device__ __forceinline__ void decode(int group, int index) {
+    const int row = index / 4, word = index % 4;
+    a[group][row / 2][word / 2][word % 2 * 2 + row % 2] = Format::decode(fragments[row], group, word);
   }
 
-  // Step `step` of `steps` in a group of a stage: the copies of a later stage, one by one, since many at once keep the
-  // reads of shared memory waiting. Its rows go where those of this stage were, which all warps have read by the second
-  // group, its tokens, in the next stage's first group, to where those of the stage before are done with.
-  __device__ __forceinline__ void copy_some(int group, int step, int steps) {
-    if (group == 1) {
-#pragma unroll
-      for (int i = 0; i < Copies::ROW_PARTS; ++i)
-        if (i * steps / Copies::ROW_PARTS == step) copies.copy_rows(i, row_buffer);
-    } else {
-      const int to = buffer < 2 ? buffer + STAGES - 2 : buffer - 2;
-#pragma unroll
-      for (int i = 0; i < Copies::TOKEN_PARTS; ++i)
-        if (i * steps / Copies::TOKEN_PARTS == step) copies.copy_tokens(i, to);
-    }
-  }
-
-  // sums += a stage. In the midst of it the next stage is awaited.
+  // sums += a stage. Between the products of each group the next group becomes bf16, and copies of a later stage begin,
+  // one by one, since many at once keep the reads of shared memory waiting: in the second group of its rows, to where those
+  // of this stage were, in the next stage's first group of its tokens, to where those of the stage before were.
   __device__ __forceinline__ void multiply(Sums& sums) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
@@ -197,45 +180,34 @@ struct Gemm {
         copies.advance();
         wait_copies<STAGES - 3>();
         __syncthreads();
+        read_rows(next_row_buffer());
       }
-      if constexpr (KEEPS_TOKENS) {
 #pragma unroll
-        for (int tile = 0; tile < ROW_TILES; ++tile) {
-          const int now = (group * ROW_TILES + tile) % 2;
-          const bool is_last = tile == ROW_TILES - 1;
-          if (is_last && group == 1) read_rows(next_row_buffer());
-          decode(is_last ? 0 : tile + 1, is_last ? 1 - group : group, a[1 - now]);
+      for (int j = 0; j < TOKEN_TILES; ++j) {
+        const uint4 words = b[j % 2];
+        const uint32 pairs[2][2] = {{words.x, words.y}, {words.z, words.w}};
+        b[j % 2] = j < TOKEN_TILES - 2 ? read_tokens(buffer, group, j + 2)
+                                       : read_tokens(group ? next_buffer() : buffer, 1 - group, j + 2 - TOKEN_TILES);
 #pragma unroll
-          for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int j = 0; j < TOKEN_TILES; ++j) {
-              const uint32 pairs[2] = {half ? b[j].z : b[j].x, half ? b[j].w : b[j].y};
-              mma_16x8x16(sums[tile][j], a[now][half], pairs);
-              if (is_last && half == 1) b[j] = read_tokens(group ? next_buffer() : buffer, 1 - group, j);
-              copy_some(group, (tile * 2 + half) * TOKEN_TILES + j, 2 * ROW_TILES * TOKEN_TILES);
-            }
-        }
-      } else {
-        if (group == 1) read_rows(next_row_buffer());
+          for (int tile = 0; tile < ROW_TILES; ++tile) mma_16x8x16(sums[tile][j], a[group][tile][half], pairs[half]);
 #pragma unroll
-        for (int j = 0; j < TOKEN_TILES; ++j) {
-          constexpr int APART = TOKEN_TILES / ROW_TILES;
-          const uint4 pairs = b[j % 2];
-          b[j % 2] = j < TOKEN_TILES - 2 ? read_tokens(buffer, group, j + 2)
-                                         : read_tokens(group ? next_buffer() : buffer, 1 - group, j + 2 - TOKEN_TILES);
-          if (j % APART == 0) decode(j / APART, 1 - group, a[(1 - group) * ROW_TILES + j / APART]);
-#pragma unroll
-          for (int half = 0; half < 2; ++half)
-#pragma unroll
-            for (int tile = 0; tile < ROW_TILES; ++tile) {
-              const uint32 pair[2] = {half ? pairs.z : pairs.x, half ? pairs.w : pairs.y};
-              mma_16x8x16(sums[tile][j], a[group * ROW_TILES + tile][half], pair);
-            }
-          copy_some(group, j, TOKEN_TILES);
-        }
+        for (int i = 0; i < 4 * LANE_ROWS; ++i)
+          if (i * TOKEN_TILES / (4 * LANE_ROWS) == j) decode(1 - group, i);
+        copy_some(group, j);
       }
     }
     buffer = next_buffer(), row_buffer = next_row_buffer();
+  }
+  __device__ __forceinline__ void copy_some(int group, int step) const {
+    const int to = buffer < 2 ? buffer + STAGES - 2 : buffer - 2;
+#pragma unroll
+    for (int i = 0; i < Copies::TOKEN_PARTS; ++i)
+      if (group == 0 && i * TOKEN_TILES / Copies::TOKEN_PARTS == step) copies.copy_tokens(i, to);
+#pragma unroll
+    for (int i = 0; i < Copies::ROW_PARTS; ++i)
+      if (group == 1 && i * TOKEN_TILES / Copies::ROW_PARTS == step) copies.copy_rows(i, row_buffer);
   }
 
   // sums += scales * step, for steps of the columns that share a scale, the last of them in stage `at`; clears `step`.
@@ -307,6 +279,7 @@ struct Gemm {
     }
     start_next();
     wait_for_previous();
+    if (int(blockIdx.x) >= problem.count()) return;
     copies.start();
 #pragma unroll 1
     for (int i = 0; i < STAGES - 1; ++i) {
@@ -321,9 +294,9 @@ struct Gemm {
     __syncthreads();
     read_rows(0);
 #pragma unroll
-    for (int j = 0; j < (KEEPS_TOKENS ? TOKEN_TILES : 2); ++j) b[j] = read_tokens(0, 0, j);
+    for (int j = 0; j < 2; ++j) b[j] = read_tokens(0, 0, j);
 #pragma unroll
-    for (int i = 0; i < (KEEPS_TOKENS ? 1 : ROW_TILES); ++i) decode(i, 0, a[i]);
+    for (int i = 0; i < 4 * LANE_ROWS; ++i) decode(0, i);
     for (int mine = blockIdx.x; mine < copies.count; mine += gridDim.x) {
       const Work now = problem.locate(mine);
       Sums sums = {}, step = {};

@@ -10,7 +10,7 @@
 //   HAS_SUM_SCALES          whether sums over BLOCK columns have a scale, `sum_scale`
 //   place                   where piece `piece` of 16 bytes of a row lies, so that reads meet no bank twice
 //   Fragment, read          what a lane has of a row
-//   decode                  one group of it as words of the A operands of two mmas
+//   decode                  of one group of it, columns 2 * word and 2 * word + 1 in bf16
 #pragma once
 #include "weight_formats.cuh"
 
@@ -30,10 +30,8 @@ struct GemmNvfp4 {
     const uint32 scale = scales[t];
     return {*reinterpret_cast<const uint2*>(row + 8 * t), nvfp4_scale_pair(scale | scale << 16)};
   }
-  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 (&words)[4]) {
-    e2m1_pairs(group ? fragment.codes.y : fragment.codes.x, words);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) words[i] = multiply_bf16(words[i], fragment.scale);
+  static __device__ __forceinline__ uint32 decode(const Fragment& fragment, int group, int word) {
+    return multiply_bf16(e2m1_pair(group ? fragment.codes.y : fragment.codes.x, word), fragment.scale);
   }
 };
 
@@ -49,10 +47,8 @@ struct GemmFp8Blocks {
   static __device__ __forceinline__ Fragment read(const uint8* row, const uint8*, int, int t) {
     return {*reinterpret_cast<const uint4*>(row + 16 * t)};
   }
-  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 (&words)[4]) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      words[i] = e4m3_pair_to_bf16(__byte_perm(word_of(fragment.codes, 2 * group + i / 2), 0, i % 2 ? 0x0302 : 0x0100));
+  static __device__ __forceinline__ uint32 decode(const Fragment& fragment, int group, int word) {
+    return e4m3_pair_to_bf16(__byte_perm(word_of(fragment.codes, 2 * group + word / 2), 0, word % 2 ? 0x0302 : 0x0100));
   }
   static __device__ __forceinline__ float sum_scale(const void* scales, int columns, int row, int k) {
     return static_cast<const float*>(scales)[int64(row / BLOCK) * ceil_div(columns, BLOCK) + k / BLOCK];
@@ -72,8 +68,7 @@ struct GemmBf16 {
     const uint4* pieces = reinterpret_cast<const uint4*>(row) + 2 * t;
     return {{pieces[parity], pieces[1 ^ parity]}};
   }
-  static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 (&words)[4]) {
-    const uint4 values = fragment.values[group];
-    words[0] = values.x, words[1] = values.y, words[2] = values.z, words[3] = values.w;
+  static __device__ __forceinline__ uint32 decode(const Fragment& fragment, int group, int word) {
+    return word_of(fragment.values[group], word);
   }
 };

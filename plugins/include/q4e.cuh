@@ -120,11 +120,10 @@ __device__ __forceinline__ uint32 permute_bytes(uint32 a, uint32 b, uint32 selec
 #endif
 }
 
-// The same with elements 2i and 2i + 1 in word i, as neighbours lie in an activation: two instructions more.
-__device__ __forceinline__ void e2m1_pairs(uint32 codes, uint32 words[4]) {
-  const uint32 even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;  // no byte has a sign: zeros for the gaps
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = permute_bytes(even, odd, 0x8480u + 0x0101u * i) * 0x1040u & 0x81c081c0u;
+// The same of elements 2i and 2i + 1, as neighbours lie in an activation. Without a sign in a byte there are zeros for the gaps.
+__device__ __forceinline__ uint32 e2m1_pair(uint32 codes, int i) {
+  const uint32 even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
+  return permute_bytes(even, odd, 0x8480u + 0x0101u * i) * 0x1040u & 0x81c081c0u;
 }
 
 __device__ __forceinline__ float e2m1_value(uint32 code) {

@@ -1,7 +1,7 @@
 // out[T, N] = x[T, K] weight^T for many tokens, in tiles of gemm.cuh. Tiles that would not fill a last round of all blocks
 // are divided into parts of K.
 // FORMAT: of gemm_formats.cuh; OUTPUT: bf16 or float; SCALES_ROWS: whether rows have scales; SHAPE: the numbers of a
-// GemmShape.
+// GemmShape; K_HAS_TAIL: whether K is no multiple of GEMM_K.
 #include "q4e.cuh"
 #include "gemm.cuh"
 #include "vector.cuh"
@@ -33,7 +33,7 @@ struct OutputRows {
 
 struct Linear {
   using Work = GemmWork;
-  static constexpr bool IS_STATIC = true;
+  static constexpr bool IS_STATIC = true, HAS_TAIL = K_HAS_TAIL;
   static constexpr int BAND = 16;  // tiles of tokens that pass a tile of rows together, and find it in L2
 
   const bf16* x;
