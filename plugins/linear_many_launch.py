@@ -21,8 +21,10 @@ from qwen4exp_trt.plugins.linear_operands import (
 
 STAGE_COLUMNS = 64
 """Of K, which a block multiplies between two barriers."""
-LEAST_STAGES = 4
-"""Of a part of K, below which it takes longer to add it to the others than to multiply it."""
+LEAST_STAGES, STAGES_TO_ADD = 4, 2.2
+"""Of a part of K; and those that could be multiplied in the time in which a part's sums are written, or read."""
+MOST_SPLIT_TILES = 2
+"""Parts of tiles for each multiprocessor, which bounds the workspace."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +81,18 @@ class Tiling:
 
 
 def tile_product(tokens: int, rows: int, columns: int, shape: GemmShape, num_sms: int) -> Tiling:
-    """Divides the tiles of the last round, in which not all multiprocessors would have one, among all of them."""
-    tiles = ceil_div(tokens, shape.tokens) * ceil_div(rows, shape.rows)
+    """Divides the tiles of the last round, in which not all multiprocessors would have one, so that it ends soonest."""
+    tiles, stages = ceil_div(tokens, shape.tokens) * ceil_div(rows, shape.rows), ceil_div(columns, STAGE_COLUMNS)
     rest = tiles % num_sms
-    parts = min(num_sms // rest, ceil_div(columns, STAGE_COLUMNS) // LEAST_STAGES) if rest else 1
-    return Tiling(tiles, tiles - rest, parts) if parts > 1 else Tiling(tiles, tiles, 1)
+
+    def cost(parts: int) -> float:
+        rounds = ceil_div(rest * parts, num_sms)
+        adding = STAGES_TO_ADD * (rounds + parts) if parts > 1 else 0.0
+        return rounds * ceil_div(stages, parts) + adding
+
+    most = max(min(MOST_SPLIT_TILES * num_sms // max(rest, 1), stages // LEAST_STAGES), 1)
+    parts = min(range(1, most + 1), key=cost) if rest else 1
+    return Tiling(tiles, tiles if parts == 1 else tiles - rest, parts)
 
 
 def can_take(x: Tokens, weight: Weight) -> bool:
@@ -93,8 +102,8 @@ def can_take(x: Tokens, weight: Weight) -> bool:
 
 
 def partial_floats(num_sms: int) -> int:
-    """Of the sums of parts of K: a tile for every multiprocessor at most."""
-    return num_sms * max(shape.tokens * shape.rows for shape in SHAPES.values())
+    """Of the sums of parts of K."""
+    return MOST_SPLIT_TILES * num_sms * max(shape.tokens * shape.rows for shape in SHAPES.values())
 
 
 def tiled(call: Call, x: Tokens, weight: Weight, out: TensorRef, partial_sums: ScratchRef) -> Launch:
