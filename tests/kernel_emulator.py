@@ -17,6 +17,7 @@ from torch import Tensor
 from qwen4exp_trt.plugins.compile import SOURCES, write_atomically
 from qwen4exp_trt.plugins.kernels import (
     F32,
+    MIN_CAPABILITY,
     NUM_SEMAPHORES,
     Kernel,
     Plan,
@@ -35,13 +36,19 @@ SHARED_HEADER = SOURCES / "include" / "q4e.cuh"
 """Every kernel includes it, and it depends on no macro of theirs."""
 
 
-def run_emulated(spec: OpSpec, args: list[Any], reverse: bool = False, num_sms: int = NUM_SMS) -> tuple[Tensor, ...]:
+def run_emulated(
+    spec: OpSpec,
+    args: list[Any],
+    reverse: bool = False,
+    num_sms: int = NUM_SMS,
+    capability: tuple[int, int] = MIN_CAPABILITY,
+) -> tuple[Tensor, ...]:
     """One call of ``spec`` by its kernels on CPU tensors; states are updated in place. Outputs start as NaN."""
     tensors, attrs = spec.split_args(args)
     bound = spec.check_operands(tensors, attrs)
     shapes = {name: element_shape(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    plan = spec.plan(shapes, dtypes, attrs, num_sms)
+    plan = spec.plan(shapes, dtypes, attrs, num_sms, capability)
     outputs = {
         arg.name: poisoned(shape, dtype)
         for arg, shape, dtype in zip(
