@@ -234,6 +234,7 @@ def _gate_up(
             call["x"],
             *routed.args("gate_up"),
             *shared.args("gate_up"),
+            *(*routed.args("down")[:2], *shared.args("down")[:2]),
             *(rows.logits, rows.chosen, rows.weights, rows.order, rows.items, rows.num_items),
             *(call["query_start_loc"], call["num_seqs"]),
             rows.hidden,

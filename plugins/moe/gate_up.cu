@@ -44,8 +44,8 @@ __device__ __forceinline__ Group group_of(bool is_shared, int index, const Step&
   return step.lists.group(is_shared, index);
 }
 
-// Adds up the warps' parts and writes `rows` hidden elements from `first_row` on of the group's tokens.
-template <int T>
+// Adds up the warps' parts and writes hidden elements from `first_row` on of the group's tokens, arranged for `down`.
+template <typename Format, int T>
 __device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_scale, float up_scale,
                                        const Group& group, bf16* hidden, int first_row) {
   constexpr int ROWS = 8 * T;
@@ -70,13 +70,27 @@ __device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_
       up += parts[((warp * 2 + 1) * ROWS + row) * GROUP + column];
     }
     float value = silu(gate * gate_scale) * (up * up_scale);
-    hidden[int64(group.entry(column)) * HIDDEN_PITCH + first_row + row] = from_float<bf16>(value);
+    hidden[int64(group.entry(column)) * HIDDEN_PITCH + first_row + row / 8 * 8 + Format::place(row % 8)] =
+        from_float<bf16>(value);
   }
+}
+
+// Part `part` of PARTS of what `down_one` will read of an expert comes into L2.
+template <typename Format, int COLUMNS, int PARTS>
+__device__ __forceinline__ void prefetch_down(const Weights& experts, int expert, int part) {
+  const Weights weights = matrix<Format>(experts, expert, HIDDEN, COLUMNS);
+  const auto prefetch = [part](const void* from, int64 bytes) {
+    const uint32 pieces = bytes / 16, begin = pieces * part / PARTS, end = pieces * (part + 1) / PARTS;
+    prefetch_l2_bytes(static_cast<const uint8*>(from) + 16 * begin, 16 * (end - begin));
+  };
+  prefetch(weights.values, value_bytes<Format>(HIDDEN * COLUMNS));
+  if (is_same<Format, Nvfp4>) prefetch(weights.block_scales, scale_bytes<Format>(HIDDEN, COLUMNS));
 }
 
 // Block `block` of those of the routed experts, or of the shared one, whose weights may be read before anything else.
 template <typename Format, int ROWS, int T, int AHEAD>
-__device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Step& step) {
+__device__ __forceinline__ void run(const Weights& experts, const Weights& down, bool is_shared, int block,
+                                    const Step& step) {
   constexpr int BLOCKS = ROWS / (8 * T), STEPS = HIDDEN / Format::STEP / WARPS;
   static_assert(HIDDEN % (Format::STEP * WARPS) == 0, "as many steps for every warp");
   const int index = block / BLOCKS, first_row = block % BLOCKS * (8 * T);
@@ -91,6 +105,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
   const Weights weights = matrix<Format>(experts, 2 * group.expert, ROWS, HIDDEN);
   RowTiles<Format, HIDDEN, T, 8, STEPS, AHEAD> tiles(weights, lane_row, lane_row + ROWS, threadIdx.x / WARP * STEPS);
   const float gate_scale = sum_scale<Format>(weights, 0), up_scale = sum_scale<Format>(weights, 1);
+  if (ONE_TOKEN && threadIdx.x == 0) prefetch_down<Format, ROWS, BLOCKS>(down, group.expert, block % BLOCKS);
   if (is_shared) {
     wait_for_previous();
     start_next();
@@ -102,26 +117,30 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
   for (int n = 0; n < N; ++n)
     tokens[n] = step.x + int64(token_of(group.entry(8 * n + threadIdx.x % WARP / 4), step.lists.tokens)) * HIDDEN;
   float sums[T][N][4];
-  tiles.multiply(tokens, sums);
-  finish(sums, gate_scale, up_scale, group, step.hidden, first_row);
+  tiles.template multiply<false>(tokens, sums);
+  finish<Format>(sums, gate_scale, up_scale, group, step.hidden, first_row);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 gate_up(const bf16* x, const void* values, const void* block_scales, const float* global_scales,
         const void* shared_values, const void* shared_block_scales, const float* shared_global_scales,
-        const float* logits, int* chosen, float* weights, const int* order, const int4* items, const int* num_items,
+        const void* down_values, const void* down_block_scales, const void* shared_down_values,
+        const void* shared_down_block_scales, const float* logits, int* chosen, float* weights, const int* order, const int4* items, const int* num_items,
         const int* query_start_loc, const int* num_seqs, bf16* hidden, int first_token, int tokens, int shared_blocks) {
   const Weights routed = {values, block_scales, global_scales};
   const Weights shared = {shared_values, shared_block_scales, shared_global_scales};
+  const Weights down = {down_values, down_block_scales, nullptr};
+  const Weights shared_down = {shared_down_values, shared_down_block_scales, nullptr};
   const Lists lists = {order, items, num_items, query_start_loc, num_seqs, first_token, tokens};
   const Step step = {x + int64(first_token) * HIDDEN, logits, chosen, weights, hidden, lists};
   const bool is_shared = int(blockIdx.x) < shared_blocks;
   const int block = is_shared ? blockIdx.x : blockIdx.x - shared_blocks;
   if constexpr (ALIKE) {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), is_shared, block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), select(is_shared, shared_down, down),
+                                                   is_shared, block, step);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, true, block, step);
+    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, shared_down, true, block, step);
   } else {
-    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, false, block, step);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, down, false, block, step);
   }
 }

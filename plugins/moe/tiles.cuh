@@ -100,8 +100,9 @@ struct RowTiles {
     for (int tile = 0; tile < TILES; ++tile) ring[place][tile] = Format::load(rows[tile], step * Format::STEP, true);
   }
 
-  // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4.
-  template <int N>
+  // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4. ARRANGED: rows
+  // whose elements are where the format wants them.
+  template <bool ARRANGED, int N>
   __device__ __forceinline__ void multiply(const bf16* const (&tokens)[N], float (&sums)[TILES][N][4]) {
     const bf16* x[N];
 #pragma unroll
@@ -117,13 +118,13 @@ struct RowTiles {
 #pragma unroll
       for (int place = 0; place < DEPTH; ++place) {
         if (COUNT % DEPTH == 0 || step + place < COUNT)
-          multiply_step(ring[place], x, (step + place) * Format::STEP, sums);
+          multiply_step<ARRANGED>(ring[place], x, (step + place) * Format::STEP, sums);
         if (COUNT > DEPTH && step + place + DEPTH < COUNT) fetch(place, step + place + DEPTH);
       }
     }
   }
 
-  template <int N>
+  template <bool ARRANGED, int N>
   static __device__ __forceinline__ void multiply_step(const typename Format::Fragment (&fragments)[TILES],
                                                        const bf16* const (&x)[N], int offset,
                                                        float (&sums)[TILES][N][4]) {
@@ -132,8 +133,10 @@ struct RowTiles {
     for (int group = 0; group < Format::GROUPS; ++group) {
       uint4 pairs[N];
 #pragma unroll
-      for (int n = 0; n < N; ++n)
-        pairs[n] = Format::arrange(*reinterpret_cast<const uint4*>(x[n] + offset + 8 * group));
+      for (int n = 0; n < N; ++n) {
+        pairs[n] = *reinterpret_cast<const uint4*>(x[n] + offset + 8 * group);
+        if constexpr (!ARRANGED) pairs[n] = Format::arrange(pairs[n]);
+      }
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
         uint32 a[2][4];
