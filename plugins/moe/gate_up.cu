@@ -36,6 +36,15 @@ __device__ __forceinline__ int chosen_expert(const Step& step, int index, bool i
   return chosen[index].expert;
 }
 
+// Brings x of the one token to where all warps find it, arranged, while the first of them may be choosing experts.
+template <typename Format>
+__device__ __forceinline__ void stage_token(const bf16* x, uint4* staged) {
+  constexpr int IDLE = WARPS > 1 ? WARP : 0;
+  if (threadIdx.x < IDLE) return;
+  for (int i = threadIdx.x - IDLE; i < HIDDEN / 8; i += THREADS - IDLE)
+    staged[i] = Format::arrange(reinterpret_cast<const uint4*>(x)[i]);
+}
+
 __device__ __forceinline__ Group group_of(bool is_shared, int index, const Step& step, bool is_first = false) {
   if constexpr (ONE_TOKEN) {
     if (is_shared) return {0, CHOICES, 1, nullptr};
@@ -95,9 +104,11 @@ __device__ __forceinline__ void run(const Weights& experts, const Weights& down,
   static_assert(HIDDEN % (Format::STEP * WARPS) == 0, "as many steps for every warp");
   const int index = block / BLOCKS, first_row = block % BLOCKS * (8 * T);
   const int lane_row = first_row + threadIdx.x % WARP / 4;
+  __shared__ uint4 staged[ONE_TOKEN ? HIDDEN / 8 : 1];
   Group group = {0, 0, 0, nullptr};
   if (!is_shared) {
     wait_for_previous();
+    if constexpr (ONE_TOKEN) stage_token<Format>(step.x, staged);
     group = group_of(false, index, step, block == 0);
     start_next();
     if (group.count == 0) return;
@@ -111,13 +122,21 @@ __device__ __forceinline__ void run(const Weights& experts, const Weights& down,
     start_next();
     group = group_of(true, index, step);
     if (group.count == 0) return;
+    if constexpr (ONE_TOKEN) {
+      stage_token<Format>(step.x, staged);
+      __syncthreads();
+    }
   }
   const bf16* tokens[N];
 #pragma unroll
-  for (int n = 0; n < N; ++n)
-    tokens[n] = step.x + int64(token_of(group.entry(8 * n + threadIdx.x % WARP / 4), step.lists.tokens)) * HIDDEN;
+  for (int n = 0; n < N; ++n) {
+    if constexpr (ONE_TOKEN)
+      tokens[n] = reinterpret_cast<const bf16*>(staged);
+    else
+      tokens[n] = step.x + int64(token_of(group.entry(8 * n + threadIdx.x % WARP / 4), step.lists.tokens)) * HIDDEN;
+  }
   float sums[T][N][4];
-  tiles.template multiply<false>(tokens, sums);
+  tiles.template multiply<ONE_TOKEN != 0>(tokens, sums);
   finish<Format>(sums, gate_scale, up_scale, group, step.hidden, first_row);
 }
 
