@@ -1,0 +1,154 @@
+// Tiles of weights by way of shared memory: whole pieces of rows are copied in the order of memory, as DRAM likes it, and
+// read in the order of tensor cores. A tile is 8 "low" and 8 "high" rows.
+#pragma once
+#include "moe/tiles.cuh"
+
+// The 8 rows of a tile's half, from `values` and `scales` of element `column` of the first one on.
+struct Half {
+  const uint8 *values, *scales;
+};
+
+template <typename Format>
+__device__ __forceinline__ Half half_of(const Weights& weights, int row, int columns, int column = 0) {
+  Half half = {static_cast<const uint8*>(weights.values) + value_bytes<Format>(int64(row) * columns + column), nullptr};
+  if constexpr (is_same<Format, Nvfp4>)
+    half.scales = static_cast<const uint8*>(weights.block_scales) + int64(row) * (columns / 16) + column / 16;
+  if constexpr (is_same<Format, Fp8Blocks>)
+    half.scales = static_cast<const uint8*>(weights.block_scales) +
+                  sizeof(float) * (int64(row / Fp8Blocks::BLOCK) * ceil_div(columns, Fp8Blocks::BLOCK) +
+                                   column / Fp8Blocks::BLOCK);
+  return half;
+}
+
+// K elements of a tile's rows. THREADS threads copy it together; each warp may read it all.
+template <typename Format, int K, int THREADS>
+struct Slot {
+  static constexpr int STEPS = K / Format::STEP, ROW_BYTES = 64 * STEPS;  // a step is 64 bytes of each row
+  static constexpr int PITCH = STEPS % 2 ? ROW_BYTES : ROW_BYTES + 64;    // neighbouring rows in different banks
+  static constexpr int SCALE_BYTES =
+      is_same<Format, Nvfp4> ? 16 * 8 * STEPS : is_same<Format, Fp8Blocks> ? 2 * 16 * ceil_div(STEPS / 2 + 1, 4) : 0;
+  static constexpr int BYTES = 16 * PITCH + SCALE_BYTES;
+  static_assert(K % Format::STEP == 0, "whole steps");
+
+  // From element `first` of rows of `columns` elements on.
+  static __device__ __forceinline__ void copy(uint8* slot, const Half& low, const Half& high, int columns, int first,
+                                              int thread) {
+    constexpr int PIECES = ROW_BYTES / 16;
+    const int64 row_bytes = value_bytes<Format>(columns), offset = value_bytes<Format>(first);
+#pragma unroll
+    for (int i = thread; i < 16 * PIECES; i += THREADS) {
+      const int row = i / PIECES, piece = i % PIECES;
+      const uint8* from = (row < 8 ? low.values : high.values - 8 * row_bytes) + row * row_bytes + offset;
+      copy_async_16(slot + row * PITCH + 16 * piece, from + 16 * piece);
+    }
+    uint8* const scales = slot + 16 * PITCH;
+    if constexpr (is_same<Format, Nvfp4>) {
+      const int scale_bytes = columns / 16;
+#pragma unroll
+      for (int i = thread; i < 16 * STEPS; i += THREADS) {
+        const int row = i / STEPS, piece = i % STEPS;
+        const uint8* from = (row < 8 ? low.scales : high.scales - 8 * scale_bytes) + row * scale_bytes + first / 16;
+        copy_async_8(scales + 8 * i, from + 8 * piece);
+      }
+    }
+    if constexpr (is_same<Format, Fp8Blocks>) {
+      constexpr int BLOCKS = STEPS / 2 + 1;  // one more where the first step is the second of a block
+      const int last = (columns - 1) / Fp8Blocks::BLOCK;
+      for (int i = thread; i < 2 * BLOCKS; i += THREADS) {
+        const int half = i / BLOCKS, block = min(first / Fp8Blocks::BLOCK + i % BLOCKS, last);
+        copy_async_4(scales + SCALE_BYTES / 2 * half + 4 * (i % BLOCKS), (half ? high : low).scales + 4 * block);
+      }
+    }
+  }
+
+  // What this lane multiplies in a step of those from element `first` on; behind `wait_copies` and a barrier.
+  static __device__ __forceinline__ typename Format::Fragment read(const uint8* slot, int first, int step) {
+    const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+    typename Format::Fragment fragment;
+    const uint8* const scales = slot + 16 * PITCH;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 values = *reinterpret_cast<const uint4*>(slot + (8 * half + g) * PITCH + 64 * step + 16 * t);
+      if constexpr (is_same<Format, Bf16>) {
+        fragment.values[half] = values;
+      } else {
+        fragment.codes[half] = values;
+        if constexpr (is_same<Format, Nvfp4>)
+          fragment.scales[half] =
+              *reinterpret_cast<const uint16*>(scales + 8 * ((8 * half + g) * STEPS + step) + 2 * t);
+        else
+          fragment.scales[half] = *reinterpret_cast<const float*>(scales + SCALE_BYTES / 2 * half +
+                                                                     (first / Format::STEP % 2 + step) / 2 * 4);
+      }
+    }
+    return fragment;
+  }
+};
+
+// Products of T tiles of rows of COLUMNS elements, CHUNK elements of K a slot; T * COLUMNS / CHUNK stages go through up to
+// DEPTH slots. THREADS threads share the slots: a block, or a warp.
+template <typename Format, int COLUMNS, int CHUNK, int T, int DEPTH, int THREADS>
+struct Stages {
+  using Place = Slot<Format, CHUNK, THREADS>;
+  static_assert(COLUMNS % CHUNK == 0, "whole chunks");
+  static constexpr int CHUNKS = COLUMNS / CHUNK, COUNT = T * CHUNKS, SLOTS = DEPTH < COUNT ? DEPTH : COUNT;
+  static constexpr int BYTES = SLOTS * Place::BYTES;
+
+  uint8* slots;
+  Weights weights;
+  int low, high, tile_rows;  // the first rows of the first tile's halves; from a tile to the next one
+  int columns, first, thread;  // of a row of the matrix; the first of them; the number of this thread
+  int apart = 0;               // so much further on are the elements of high rows; for FP8 a multiple of its blocks
+
+  __device__ __forceinline__ void start() const {
+#pragma unroll
+    for (int stage = 0; stage < SLOTS; ++stage) fetch(stage);
+  }
+
+  __device__ __forceinline__ void fetch(int stage) const {
+    if (stage < COUNT) {
+      const int row = stage / CHUNKS * tile_rows;
+      Place::copy(slots + stage % SLOTS * Place::BYTES, half_of<Format>(weights, low + row, columns),
+                  half_of<Format>(weights, high + row, columns, apart), columns, first + stage % CHUNKS * CHUNK, thread);
+    }
+    commit_copies();
+  }
+
+  static __device__ __forceinline__ void barrier() {
+    if constexpr (THREADS == WARP)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+
+  // sums[tile][n] = the tile times tokens 8n up to 8n + 8, by this warp the STEPS steps of each chunk from `step` on.
+  // `tokens[n]` is the row of token 8n + lane / 4, of COLUMNS elements.
+  template <bool ARRANGED, int STEPS, int N>
+  __device__ __forceinline__ void multiply(const bf16* const (&tokens)[N], int step, float (&sums)[T][N][4]) const {
+    const bf16* x[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) x[n] = tokens[n] + step * Format::STEP + threadIdx.x % 4 * (8 * Format::GROUPS);
+#pragma unroll
+    for (int tile = 0; tile < T; ++tile) {
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[tile][n][i] = 0.f;
+#pragma unroll 1
+      for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+        const int stage = tile * CHUNKS + chunk;
+        wait_copies<SLOTS - 1>();
+        barrier();
+        const uint8* const slot = slots + stage % SLOTS * Place::BYTES;
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+          const typename Format::Fragment fragments[1] = {Place::read(slot, first + chunk * CHUNK, step + i)};
+          multiply_step<Format, ARRANGED>(fragments, x, chunk * CHUNK + i * Format::STEP,
+                                          reinterpret_cast<float(&)[1][N][4]>(sums[tile]));
+        }
+        if constexpr (COUNT > SLOTS) barrier();
+        fetch(stage + SLOTS);
+      }
+    }
+  }
+};
