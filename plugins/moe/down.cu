@@ -10,7 +10,7 @@ constexpr int THREADS = WARPS * WARP;
 template <typename Format, int COLUMNS, int CHUNK>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Lists& lists,
                                     const bf16* hidden, float* outputs) {
-  using Tiles = Stages<Format, COLUMNS, CHUNK, UNIT_TILES, MOST_SLOTS, WARP>;
+  using Tiles = Stages<Format, COLUMNS, COLUMNS, CHUNK, UNIT_TILES, MOST_SLOTS, WARP>;
   constexpr int BLOCKS = HIDDEN / (16 * UNIT_TILES * WARPS);
   DYNAMIC_SHARED(uint8, slots);
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -21,7 +21,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     return;
   }
   const Weights weights = matrix<Format>(experts, group.expert, HIDDEN, COLUMNS);
-  const Tiles tiles = {slots + warp * Tiles::BYTES, weights, row, row + 8, 16, COLUMNS, 0, lane};
+  const Tiles tiles = {slots + warp * Tiles::BYTES, weights, row, row + 8, 16, 0, lane};
   tiles.start();
   const float scale = sum_scale<Format>(weights, 0);
   const bf16* tokens[N];

@@ -11,8 +11,8 @@ constexpr int ROUTED_WARPS = ceil_div(CHOICES, 2), WARPS = ROUTED_WARPS + SHARED
 constexpr int SHARED_HALVES = SHARED_INNER % (2 * SHARED::STEP * SHARED_WARPS) == 0 ? 2 : 1;
 constexpr int SHARED_K = SHARED_INNER / SHARED_HALVES / SHARED_WARPS;
 
-using RoutedTile = Stages<ROUTED, INNER, ROUTED_CHUNK, 1, MOST_SLOTS, WARP>;
-using SharedTile = Stages<SHARED, SHARED_K, SHARED_CHUNK, 1, MOST_SLOTS, WARP>;
+using RoutedTile = Stages<ROUTED, INNER, INNER, ROUTED_CHUNK, 1, MOST_SLOTS, WARP>;
+using SharedTile = Stages<SHARED, SHARED_INNER, SHARED_K, SHARED_CHUNK, 1, MOST_SLOTS, WARP>;
 constexpr int WARP_BYTES = RoutedTile::BYTES > SharedTile::BYTES ? RoutedTile::BYTES : SharedTile::BYTES;
 
 // products[0][row] and products[1][row] = the low and the high rows of a tile times `low_vector` and `high_vector`. Waits
@@ -46,7 +46,7 @@ down_one(const void* values, const void* block_scales, const float* global_scale
     const int first = 2 * warp, second = min(first + 1, CHOICES - 1);
     // What gate_up wrote before it let this kernel start.
     const int low = __ldcg(chosen + first), high = __ldcg(chosen + second);
-    const RoutedTile tile = {own, routed, low * HIDDEN + row, high * HIDDEN + row, 0, INNER, 0, lane};
+    const RoutedTile tile = {own, routed, low * HIDDEN + row, high * HIDDEN + row, 0, 0, lane};
     multiply<ROUTED, ROUTED_CHUNK>(tile, sum_scale<ROUTED>(matrix<ROUTED>(routed, low, HIDDEN, INNER), 0),
                                    sum_scale<ROUTED>(matrix<ROUTED>(routed, high, HIDDEN, INNER), 0),
                                    hidden + first * HIDDEN_PITCH, hidden + second * HIDDEN_PITCH, products[warp]);
@@ -56,7 +56,7 @@ down_one(const void* values, const void* block_scales, const float* global_scale
     const Weights shared = {shared_values, shared_block_scales, shared_global_scales};
     const float scale = sum_scale<SHARED>(shared, 0);
     const int k = (warp - ROUTED_WARPS) * SHARED_K;
-    const SharedTile tile = {own, shared, row, row, 0, SHARED_INNER, k, lane, APART};
+    const SharedTile tile = {own, shared, row, row, 0, k, lane, APART};
     const bf16* vector = hidden + CHOICES * HIDDEN_PITCH + k;
     multiply<SHARED, SHARED_CHUNK>(tile, scale, SHARED_HALVES == 2 ? scale : 0.f, vector, vector + APART,
                                    products[warp]);

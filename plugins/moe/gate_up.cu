@@ -86,7 +86,7 @@ __device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_
 // Block `block` of those of the routed experts, or of the shared one, whose weights may be read before anything else.
 template <typename Format, int ROWS, int CHUNK>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Step& step) {
-  using Tiles = Stages<Format, HIDDEN, CHUNK, UNIT_TILES, MOST_SLOTS, THREADS>;
+  using Tiles = Stages<Format, HIDDEN, HIDDEN, CHUNK, UNIT_TILES, MOST_SLOTS, THREADS>;
   constexpr int BLOCKS = ROWS / (8 * UNIT_TILES), STEPS = CHUNK / Format::STEP / WARPS;
   static_assert(CHUNK % (Format::STEP * WARPS) == 0, "as many steps for every warp");
   DYNAMIC_SHARED(uint8, shared);  // the token, slots
@@ -102,7 +102,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     if (group.count == 0) return;
   }
   const Weights weights = matrix<Format>(experts, 2 * group.expert, ROWS, HIDDEN);
-  const Tiles tiles = {slots, weights, first_row, first_row + ROWS, 8, HIDDEN, 0, int(threadIdx.x)};
+  const Tiles tiles = {slots, weights, first_row, first_row + ROWS, 8, 0, int(threadIdx.x)};
   tiles.start();
   const float gate_scale = sum_scale<Format>(weights, 0), up_scale = sum_scale<Format>(weights, 1);
   if (is_shared) {

@@ -20,8 +20,8 @@ __device__ __forceinline__ Half half_of(const Weights& weights, int row, int col
   return half;
 }
 
-// K elements of a tile's rows. THREADS threads copy it together; each warp may read it all.
-template <typename Format, int K, int THREADS>
+// K elements of a tile's rows, which have COLUMNS. THREADS threads copy it together; each warp may read it all.
+template <typename Format, int COLUMNS, int K, int THREADS>
 struct Slot {
   static constexpr int STEPS = K / Format::STEP, ROW_BYTES = 64 * STEPS;  // a step is 64 bytes of each row
   static constexpr int PITCH = STEPS % 2 ? ROW_BYTES : ROW_BYTES + 64;    // neighbouring rows in different banks
@@ -30,34 +30,52 @@ struct Slot {
   static constexpr int BYTES = 16 * PITCH + SCALE_BYTES;
   static_assert(K % Format::STEP == 0, "whole steps");
 
-  // From element `first` of rows of `columns` elements on.
-  static __device__ __forceinline__ void copy(uint8* slot, const Half& low, const Half& high, int columns, int first,
-                                              int thread) {
-    constexpr int PIECES = ROW_BYTES / 16;
-    const int64 row_bytes = value_bytes<Format>(columns), offset = value_bytes<Format>(first);
-#pragma unroll
-    for (int i = thread; i < 16 * PIECES; i += THREADS) {
-      const int row = i / PIECES, piece = i % PIECES;
-      const uint8* from = (row < 8 ? low.values : high.values - 8 * row_bytes) + row * row_bytes + offset;
-      copy_async_16(slot + row * PITCH + 16 * piece, from + 16 * piece);
-    }
+  // From element `first` of the rows on.
+  static __device__ __forceinline__ void copy(uint8* slot, const Half& low, const Half& high, int first, int thread) {
+    copy_values(slot, low.values, first, thread);
+    copy_values(slot + 8 * PITCH, high.values, first, thread);
     uint8* const scales = slot + 16 * PITCH;
-    if constexpr (is_same<Format, Nvfp4>) {
-      const int scale_bytes = columns / 16;
+    copy_scales(scales, low.scales, first, thread);
+    copy_scales(scales + SCALE_BYTES / 2, high.scales, first, thread);
+  }
+
+  static __device__ __forceinline__ void copy_values(uint8* to, const uint8* from, int first, int thread) {
+    constexpr int PIECES = ROW_BYTES / 16, ROW_BYTES_APART = COLUMNS / Format::STEP * 64;
+    from += first / Format::STEP * 64;
+    if constexpr (K == COLUMNS && PITCH == ROW_BYTES) {
 #pragma unroll
-      for (int i = thread; i < 16 * STEPS; i += THREADS) {
-        const int row = i / STEPS, piece = i % STEPS;
-        const uint8* from = (row < 8 ? low.scales : high.scales - 8 * scale_bytes) + row * scale_bytes + first / 16;
-        copy_async_8(scales + 8 * i, from + 8 * piece);
+      for (int i = thread; i < 8 * PIECES; i += THREADS) copy_async_16(to + 16 * i, from + 16 * i);
+    } else if constexpr (THREADS % PIECES == 0) {  // always the same piece of a row
+      const int row = thread / PIECES, piece = thread % PIECES;
+      to += row * PITCH + 16 * piece, from += row * ROW_BYTES_APART + 16 * piece;
+#pragma unroll
+      for (int more = 0; more < 8; more += THREADS / PIECES)
+        if (8 % (THREADS / PIECES) == 0 || row + more < 8)
+          copy_async_16(to + more * PITCH, from + more * ROW_BYTES_APART);
+    } else {
+#pragma unroll
+      for (int i = thread; i < 8 * PIECES; i += THREADS) {
+        const int row = i / PIECES, piece = i % PIECES;
+        copy_async_16(to + row * PITCH + 16 * piece, from + row * ROW_BYTES_APART + 16 * piece);
       }
     }
-    if constexpr (is_same<Format, Fp8Blocks>) {
-      constexpr int BLOCKS = STEPS / 2 + 1;  // one more where the first step is the second of a block
-      const int last = (columns - 1) / Fp8Blocks::BLOCK;
-      for (int i = thread; i < 2 * BLOCKS; i += THREADS) {
-        const int half = i / BLOCKS, block = min(first / Fp8Blocks::BLOCK + i % BLOCKS, last);
-        copy_async_4(scales + SCALE_BYTES / 2 * half + 4 * (i % BLOCKS), (half ? high : low).scales + 4 * block);
+  }
+
+  static __device__ __forceinline__ void copy_scales(uint8* to, const uint8* from, int first, int thread) {
+    if constexpr (is_same<Format, Nvfp4>) {
+      if constexpr (K == COLUMNS) {
+#pragma unroll
+        for (int i = thread; i < 4 * STEPS; i += THREADS) copy_async_16(to + 16 * i, from + 16 * i);
+      } else {
+#pragma unroll
+        for (int i = thread; i < 8 * STEPS; i += THREADS)
+          copy_async_8(to + 8 * i, from + first / 16 + i / STEPS * (COLUMNS / 16) + i % STEPS * 8);
       }
+    } else if constexpr (is_same<Format, Fp8Blocks>) {
+      constexpr int LAST = (COLUMNS - 1) / Fp8Blocks::BLOCK;
+      // One more than whole blocks where the first step is the second of a block.
+      for (int i = thread; i <= STEPS / 2; i += THREADS)
+        copy_async_4(to + 4 * i, from + 4 * min(first / Fp8Blocks::BLOCK + i, LAST));
     }
   }
 
@@ -85,20 +103,20 @@ struct Slot {
   }
 };
 
-// Products of T tiles of rows of COLUMNS elements, CHUNK elements of K a slot; T * COLUMNS / CHUNK stages go through up to
-// DEPTH slots. THREADS threads share the slots: a block, or a warp.
-template <typename Format, int COLUMNS, int CHUNK, int T, int DEPTH, int THREADS>
+// Products of T tiles with K of the COLUMNS elements of their rows, CHUNK elements a slot; T * K / CHUNK stages go through
+// up to DEPTH slots. THREADS threads share the slots: a block, or a warp.
+template <typename Format, int COLUMNS, int K, int CHUNK, int T, int DEPTH, int THREADS>
 struct Stages {
-  using Place = Slot<Format, CHUNK, THREADS>;
-  static_assert(COLUMNS % CHUNK == 0, "whole chunks");
-  static constexpr int CHUNKS = COLUMNS / CHUNK, COUNT = T * CHUNKS, SLOTS = DEPTH < COUNT ? DEPTH : COUNT;
+  using Place = Slot<Format, COLUMNS, CHUNK, THREADS>;
+  static_assert(K % CHUNK == 0, "whole chunks");
+  static constexpr int CHUNKS = K / CHUNK, COUNT = T * CHUNKS, SLOTS = DEPTH < COUNT ? DEPTH : COUNT;
   static constexpr int BYTES = SLOTS * Place::BYTES;
 
   uint8* slots;
   Weights weights;
   int low, high, tile_rows;  // the first rows of the first tile's halves; from a tile to the next one
-  int columns, first, thread;  // of a row of the matrix; the first of them; the number of this thread
-  int apart = 0;               // so much further on are the elements of high rows; for FP8 a multiple of its blocks
+  int first, thread;         // the first element of K; the number of this thread
+  int apart = 0;             // so much further on are the elements of high rows; for FP8 a multiple of its blocks
 
   __device__ __forceinline__ void start() const {
 #pragma unroll
@@ -108,8 +126,8 @@ struct Stages {
   __device__ __forceinline__ void fetch(int stage) const {
     if (stage < COUNT) {
       const int row = stage / CHUNKS * tile_rows;
-      Place::copy(slots + stage % SLOTS * Place::BYTES, half_of<Format>(weights, low + row, columns),
-                  half_of<Format>(weights, high + row, columns, apart), columns, first + stage % CHUNKS * CHUNK, thread);
+      Place::copy(slots + stage % SLOTS * Place::BYTES, half_of<Format>(weights, low + row, COLUMNS),
+                  half_of<Format>(weights, high + row, COLUMNS, apart), first + stage % CHUNKS * CHUNK, thread);
     }
     commit_copies();
   }
@@ -122,7 +140,7 @@ struct Stages {
   }
 
   // sums[tile][n] = the tile times tokens 8n up to 8n + 8, by this warp the STEPS steps of each chunk from `step` on.
-  // `tokens[n]` is the row of token 8n + lane / 4, of COLUMNS elements.
+  // `tokens[n]` is the row of token 8n + lane / 4, K elements.
   template <bool ARRANGED, int STEPS, int N>
   __device__ __forceinline__ void multiply(const bf16* const (&tokens)[N], int step, float (&sums)[T][N][4]) const {
     const bf16* x[N];
