@@ -211,9 +211,10 @@ class Stages:
     def shared_bytes(self) -> int:
         """As ``moe/slots.cuh`` lays a slot out."""
         steps = self.chunk_steps
-        scales = {NVFP4: 128 * steps, FP8_BLOCKS: 32 * -(-(steps // 2 + 1) // 4), BF16: 0}[self.format]
-        slots = min(self.slots, self.tiles * self.columns // self.chunk)
-        return slots * (16 * 64 * (steps if steps % 2 else steps + 1) + scales)
+        rows = 16 * self.tiles
+        scales = {NVFP4: 8 * rows * steps, FP8_BLOCKS: 32 * -(-(steps // 2 + 1) // 4), BF16: 0}[self.format]
+        slots = min(self.slots, self.columns // self.chunk)
+        return slots * (rows * 64 * (steps if steps % 2 else steps + 1) + scales)
 
 
 def _stage_defines(stages: tuple[Stages, Stages]) -> Defines:
@@ -235,7 +236,8 @@ class Shape:
     most_steps: int
 
 
-GATE_UP, DOWN = Shape(warps=5, tiles=2, slots=2, most_steps=20), Shape(warps=4, tiles=1, slots=2, most_steps=5)
+PRIVATE = False
+GATE_UP, DOWN = Shape(warps=5, tiles=2, slots=2, most_steps=10), Shape(warps=4, tiles=1, slots=2, most_steps=5)
 
 
 def _largest_divisor(number: int, most: int) -> int:
@@ -251,16 +253,23 @@ def _gate_up(
     )
     shared_blocks = shared_groups * (shared.inner // (8 * tiles))
     stages = tuple(
-        Stages(experts.format, sizes.hidden, warps, tiles, GATE_UP.slots, GATE_UP.most_steps)
+        Stages(
+            experts.format,
+            sizes.hidden // (warps if PRIVATE else 1),
+            1 if PRIVATE else warps,
+            tiles,
+            GATE_UP.slots,
+            GATE_UP.most_steps,
+        )
         for experts in (routed, shared)
     )
     most_bytes = max(
-        *(part.shared_bytes for part in stages), 4 * warps * 16 * tiles * group, one_token * 8 * sizes.experts
+        *((warps if PRIVATE else 1) * part.shared_bytes for part in stages), 4 * warps * 16 * tiles * group, one_token * 8 * sizes.experts
     )
     defines = (
         *sizes.groups,
         *_stage_defines(stages),
-        *(("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token), ("NORMALIZED", sizes.normalized)),
+        *(("PRIVATE", int(PRIVATE)), ("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token), ("NORMALIZED", sizes.normalized)),
     )
     return Launch(
         Kernel("moe/gate_up.cu", "gate_up", defines),

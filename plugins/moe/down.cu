@@ -21,7 +21,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     return;
   }
   const Weights weights = matrix<Format>(experts, group.expert, HIDDEN, COLUMNS);
-  const Tiles tiles = {slots + warp * Tiles::BYTES, weights, row, row + 8, 16, 0, lane};
+  const Tiles tiles = {slots + warp * Tiles::BYTES, weights, row, row + 8 * UNIT_TILES, 0, lane};
   tiles.start();
   const float scale = sum_scale<Format>(weights, 0);
   const bf16* tokens[N];
@@ -40,8 +40,8 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
       float* to = outputs + int64(group.entry(column)) * HIDDEN + row + lane / 4;
 #pragma unroll
       for (int tile = 0; tile < UNIT_TILES; ++tile) {
-        to[16 * tile] = sums[tile][n][right] * scale;
-        to[16 * tile + 8] = sums[tile][n][2 + right] * scale;
+        to[8 * tile] = sums[tile][n][right] * scale;
+        to[8 * (UNIT_TILES + tile)] = sums[tile][n][2 + right] * scale;
       }
     }
 }

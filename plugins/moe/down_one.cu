@@ -46,7 +46,7 @@ down_one(const void* values, const void* block_scales, const float* global_scale
     const int first = 2 * warp, second = min(first + 1, CHOICES - 1);
     // What gate_up wrote before it let this kernel start.
     const int low = __ldcg(chosen + first), high = __ldcg(chosen + second);
-    const RoutedTile tile = {own, routed, low * HIDDEN + row, high * HIDDEN + row, 0, 0, lane};
+    const RoutedTile tile = {own, routed, low * HIDDEN + row, high * HIDDEN + row, 0, lane};
     multiply<ROUTED, ROUTED_CHUNK>(tile, sum_scale<ROUTED>(matrix<ROUTED>(routed, low, HIDDEN, INNER), 0),
                                    sum_scale<ROUTED>(matrix<ROUTED>(routed, high, HIDDEN, INNER), 0),
                                    hidden + first * HIDDEN_PITCH, hidden + second * HIDDEN_PITCH, products[warp]);
@@ -56,7 +56,7 @@ down_one(const void* values, const void* block_scales, const float* global_scale
     const Weights shared = {shared_values, shared_block_scales, shared_global_scales};
     const float scale = sum_scale<SHARED>(shared, 0);
     const int k = (warp - ROUTED_WARPS) * SHARED_K;
-    const SharedTile tile = {own, shared, row, row, 0, k, lane, APART};
+    const SharedTile tile = {own, shared, row, row, k, lane, APART};
     const bf16* vector = hidden + CHOICES * HIDDEN_PITCH + k;
     multiply<SHARED, SHARED_CHUNK>(tile, scale, SHARED_HALVES == 2 ? scale : 0.f, vector, vector + APART,
                                    products[warp]);

@@ -86,9 +86,13 @@ __device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_
 // Block `block` of those of the routed experts, or of the shared one, whose weights may be read before anything else.
 template <typename Format, int ROWS, int CHUNK>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Step& step) {
+#if PRIVATE
+  constexpr int SHARE = HIDDEN / WARPS;
+  using Tiles = Stages<Format, HIDDEN, SHARE, CHUNK, UNIT_TILES, MOST_SLOTS, WARP>;
+#else
   using Tiles = Stages<Format, HIDDEN, HIDDEN, CHUNK, UNIT_TILES, MOST_SLOTS, THREADS>;
-  constexpr int BLOCKS = ROWS / (8 * UNIT_TILES), STEPS = CHUNK / Format::STEP / WARPS;
-  static_assert(CHUNK % (Format::STEP * WARPS) == 0, "as many steps for every warp");
+#endif
+  constexpr int BLOCKS = ROWS / (8 * UNIT_TILES), STEPS = CHUNK / Format::STEP / (PRIVATE ? 1 : WARPS);
   DYNAMIC_SHARED(uint8, shared);  // the token, slots
   uint4* const token = reinterpret_cast<uint4*>(shared);
   uint8* const slots = shared + (ONE_TOKEN ? 2 * HIDDEN : 0);
@@ -102,13 +106,19 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     if (group.count == 0) return;
   }
   const Weights weights = matrix<Format>(experts, 2 * group.expert, ROWS, HIDDEN);
-  const Tiles tiles = {slots, weights, first_row, first_row + ROWS, 8, 0, int(threadIdx.x)};
+#if PRIVATE
+  const int warp = threadIdx.x / WARP;
+  const Tiles tiles = {slots + warp * Tiles::BYTES, weights, first_row, first_row + ROWS, warp * SHARE, int(threadIdx.x) % WARP};
+#else
+  const Tiles tiles = {slots, weights, first_row, first_row + ROWS, 0, int(threadIdx.x)};
+#endif
   tiles.start();
   const float gate_scale = sum_scale<Format>(weights, 0), up_scale = sum_scale<Format>(weights, 1);
   if (is_shared) {
     wait_for_previous();
     start_next();
     if constexpr (ONE_TOKEN) stage_token<Format>(step.x, token);
+    if (PRIVATE && ONE_TOKEN) __syncthreads();
     group = group_of(true, block / BLOCKS, step, *reinterpret_cast<Candidates*>(slots));
     if (group.count == 0) return;
   }
@@ -119,7 +129,12 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     tokens[n] = ONE_TOKEN ? reinterpret_cast<const bf16*>(token) : step.x + int64(row) * HIDDEN;
   }
   float sums[UNIT_TILES][N][4];
+#if PRIVATE
+  for (int n = 0; n < N; ++n) tokens[n] += warp * SHARE;
+  tiles.template multiply<ONE_TOKEN != 0, STEPS>(tokens, 0, sums);
+#else
   tiles.template multiply<ONE_TOKEN != 0, STEPS>(tokens, threadIdx.x / WARP * STEPS, sums);
+#endif
   __syncthreads();
   finish<Format>(sums, gate_scale, up_scale, group, reinterpret_cast<float*>(slots), step.hidden, first_row);
 }

@@ -73,42 +73,44 @@ __device__ __forceinline__ Weights behind(const Weights& weights, int rows, int 
 }
 
 // sums[tile][n] += one step of a tile of 16 rows times tokens 8n up to 8n + 8. `x[n]` is the lane's own k of its token
-// `offset` elements before. ARRANGED: rows whose elements are where the format wants them.
-  template <typename Format, bool ARRANGED, int TILES, int N>
-  __device__ __forceinline__ void multiply_step(const typename Format::Fragment (&fragments)[TILES],
-                                                       const bf16* const (&x)[N], int offset,
-                                                       float (&sums)[TILES][N][4]) {
-    float step_sums[TILES][N][4] = {};
+// `offset` elements before. ARRANGED: rows whose elements are where the format wants them. With two CHAINS, as many more
+// sums take every second product, so that mmas wait less for each other; their total is wanted.
+template <typename Format, bool ARRANGED, int CHAINS, int TILES, int N>
+__device__ __forceinline__ void multiply_step(const typename Format::Fragment (&fragments)[TILES],
+                                              const bf16* const (&x)[N], int offset,
+                                              float (&sums)[TILES][CHAINS * N][4]) {
+  constexpr int SECOND = (CHAINS - 1) * N;
+  float step_sums[TILES][CHAINS * N][4] = {};
+  float(&to)[TILES][CHAINS * N][4] = Format::HAS_SUM_SCALES ? step_sums : sums;
 #pragma unroll
-    for (int group = 0; group < Format::GROUPS; ++group) {
-      uint4 pairs[N];
+  for (int group = 0; group < Format::GROUPS; ++group) {
+    uint4 pairs[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      pairs[n] = *reinterpret_cast<const uint4*>(x[n] + offset + 8 * group);
+      if constexpr (!ARRANGED) pairs[n] = Format::arrange(pairs[n]);
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+      uint32 a[2][4];
+      Format::decode(fragments[tile], group, a);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        pairs[n] = *reinterpret_cast<const uint4*>(x[n] + offset + 8 * group);
-        if constexpr (!ARRANGED) pairs[n] = Format::arrange(pairs[n]);
+        const uint32 b[2][2] = {{pairs[n].x, pairs[n].y}, {pairs[n].z, pairs[n].w}};
+        mma_16x8x16(to[tile][n], a[0], b[0]);
+        mma_16x8x16(to[tile][SECOND + n], a[1], b[1]);
       }
-#pragma unroll
-      for (int tile = 0; tile < TILES; ++tile) {
-        uint32 a[2][4];
-        Format::decode(fragments[tile], group, a);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-          const uint32 b[2][2] = {{pairs[n].x, pairs[n].y}, {pairs[n].z, pairs[n].w}};
-          float(&to)[4] = Format::HAS_SUM_SCALES ? step_sums[tile][n] : sums[tile][n];
-          mma_16x8x16(to, a[0], b[0]);
-          mma_16x8x16(to, a[1], b[1]);
-        }
-      }
-    }
-    if constexpr (Format::HAS_SUM_SCALES) {
-#pragma unroll
-      for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[tile][n][i] += fragments[tile].scales[i / 2] * step_sums[tile][n][i];
     }
   }
+  if constexpr (Format::HAS_SUM_SCALES) {
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int n = 0; n < CHAINS * N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[tile][n][i] += fragments[tile].scales[i / 2] * step_sums[tile][n][i];
+  }
+}
 
 // Products of one warp: TILES tiles of 16 rows of COLUMNS elements with groups of 8 tokens, in COUNT steps. The first
 // rows of two neighbouring tiles are TILE_ROWS apart. At most AHEAD steps of weights are on their way at a time.
@@ -160,7 +162,7 @@ struct RowTiles {
 #pragma unroll
       for (int place = 0; place < DEPTH; ++place) {
         if (COUNT % DEPTH == 0 || step + place < COUNT)
-          multiply_step<Format, false>(ring[place], x, (step + place) * Format::STEP, sums);
+          multiply_step<Format, false, 1>(ring[place], x, (step + place) * Format::STEP, sums);
         if (COUNT > DEPTH && step + place + DEPTH < COUNT) fetch(place, step + place + DEPTH);
       }
     }
