@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, c_type
-from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Defines, ExpertFormat, Experts, Sizes, sizes_of
+from qwen4exp_trt.plugins.moe_operands import BF16, Defines, Experts, Sizes, sizes_of
 
 WARP = 32
 MOST_ROWS = 512
@@ -96,7 +96,7 @@ def _router(call: Call, sizes: Sizes, rows: Rows) -> Launch:
 
 # --- one token ------------------------------------------------------------------------------------------------------
 
-ONE_ROWS, ONE_SLOTS = 8, 2
+ONE_ROWS, ONE_AHEAD = 8, 5
 
 
 def _one_token_warps(sizes: Sizes) -> tuple[int, int]:
@@ -111,22 +111,15 @@ def _one_token_warps(sizes: Sizes) -> tuple[int, int]:
 def _one_token(call: Call, sizes: Sizes, rows: Rows) -> Iterator[Launch]:
     yield _gate_up(call, sizes, rows, group=8, shared_groups=1, routed_groups=sizes.choices, one_token=1)
     routed_warps, shared_warps = _one_token_warps(sizes)
-    warps, shared_inner = routed_warps + shared_warps, sizes.shared.inner
-    halves = 2 if shared_inner % (2 * sizes.shared.format.step * shared_warps) == 0 else 1
-    stages = (
-        Stages(sizes.routed.format, sizes.routed.inner, 1, tiles=1, slots=ONE_SLOTS, most_steps=DOWN.most_steps),
-        Stages(
-            sizes.shared.format,
-            *(shared_inner // (halves * shared_warps), 1),
-            *(1, ONE_SLOTS, DOWN.most_steps),
-        ),
+    defines = (
+        *sizes.groups,
+        *(("GROUP", 8), ("SHARED_WARPS", shared_warps)),
+        *(("ROUTED_TILES", 1), ("SHARED_TILES", 1), ("ROUTED_AHEAD", ONE_AHEAD), ("SHARED_AHEAD", ONE_AHEAD)),
     )
-    defines = (*sizes.groups, *_stage_defines(stages), ("GROUP", 8), ("SHARED_WARPS", shared_warps))
     yield Launch(
         Kernel("moe/down_one.cu", "down_one", defines),
         grid=(sizes.hidden // ONE_ROWS, 1, 1),
-        threads=warps * WARP,
-        shared_bytes=warps * max(part.shared_bytes for part in stages),
+        threads=(routed_warps + shared_warps) * WARP,
         args=(
             *sizes.routed.args("down"),
             *sizes.shared.args("down"),
@@ -185,59 +178,33 @@ def _grouped_tokens(call: Call, sizes: Sizes, rows: Rows) -> Iterator[Launch]:
 
 
 @dataclass(frozen=True)
-class Stages:
-    """How tiles of 16 rows of ``columns`` elements go through shared memory: chunks of K in up to ``slots`` slots.
-
-    A chunk has up to ``most_steps`` steps of the format, a multiple of ``warps`` that share it.
-    """
-
-    format: ExpertFormat
-    columns: int
-    warps: int
-    tiles: int
-    slots: int
-    most_steps: int
-
-    @property
-    def chunk_steps(self) -> int:
-        shares = self.columns // (self.format.step * self.warps)
-        return self.warps * _largest_divisor(shares, max(1, self.most_steps // self.warps))
-
-    @property
-    def chunk(self) -> int:
-        return self.chunk_steps * self.format.step
-
-    @property
-    def shared_bytes(self) -> int:
-        """As ``moe/slots.cuh`` lays a slot out."""
-        steps = self.chunk_steps
-        rows = 16 * self.tiles
-        scales = {NVFP4: 8 * rows * steps, FP8_BLOCKS: 32 * -(-(steps // 2 + 1) // 4), BF16: 0}[self.format]
-        slots = min(self.slots, self.columns // self.chunk)
-        return slots * (rows * 64 * (steps if steps % 2 else steps + 1) + scales)
-
-
-def _stage_defines(stages: tuple[Stages, Stages]) -> Defines:
-    """Of the routed experts and of the shared one."""
-    routed, shared = stages
-    return (
-        *(("UNIT_TILES", routed.tiles), ("MOST_SLOTS", routed.slots)),
-        *(("ROUTED_CHUNK", routed.chunk), ("SHARED_CHUNK", shared.chunk)),
-    )
-
-
-@dataclass(frozen=True)
 class Shape:
-    """Warps of a block; tiles of a block (gate and up) or of a warp (down); slots, and the most steps of a chunk."""
+    """Warps of a block; tiles of a warp; 16-byte loads of a lane on their way; blocks that an SM has room for."""
 
     warps: int
     tiles: int
-    slots: int
-    most_steps: int
+    loads: int
+    blocks: int
+
+    def tiles_of(self, experts: Experts) -> int:
+        """A row of 16 bits is long enough for one tile."""
+        return 1 if experts.format == BF16 else self.tiles
+
+    def defines(self, sizes: Sizes) -> Defines:
+        """Two formats in one kernel take more registers: it gives up a block of an SM for them."""
+        tiles, shared_tiles = self.tiles_of(sizes.routed), self.tiles_of(sizes.shared)
+        return (
+            *(("ROUTED_TILES", tiles), ("ROUTED_AHEAD", max(1, self.loads // (2 * tiles)))),
+            *(("SHARED_TILES", shared_tiles), ("SHARED_AHEAD", max(1, self.loads // (2 * shared_tiles)))),
+            ("MIN_BLOCKS", self.blocks - (sizes.routed.format != sizes.shared.format)),
+        )
 
 
-PRIVATE = False
-GATE_UP, DOWN = Shape(warps=5, tiles=2, slots=2, most_steps=10), Shape(warps=4, tiles=1, slots=2, most_steps=5)
+GATE_UP_FEW, FEW_TOKENS = Shape(warps=5, tiles=2, loads=8, blocks=4), 4
+"""For up to `FEW_TOKENS`, where blocks are few; as the others, the fastest of those measured on an H200."""
+GATE_UP, DOWN = Shape(warps=2, tiles=2, loads=8, blocks=8), Shape(warps=4, tiles=1, loads=10, blocks=5)
+GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=3), Shape(warps=4, tiles=2, loads=8, blocks=3)
+"""For groups of more than 8 tokens."""
 
 
 def _largest_divisor(number: int, most: int) -> int:
@@ -247,29 +214,17 @@ def _largest_divisor(number: int, most: int) -> int:
 def _gate_up(
     call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, routed_groups: int, one_token: int
 ) -> Launch:
-    routed, shared, tiles = sizes.routed, sizes.shared, GATE_UP.tiles
-    warps = _largest_divisor(
-        math.gcd(sizes.hidden // routed.format.step, sizes.hidden // shared.format.step), GATE_UP.warps
-    )
-    shared_blocks = shared_groups * (shared.inner // (8 * tiles))
-    stages = tuple(
-        Stages(
-            experts.format,
-            sizes.hidden // (warps if PRIVATE else 1),
-            1 if PRIVATE else warps,
-            tiles,
-            GATE_UP.slots,
-            GATE_UP.most_steps,
-        )
-        for experts in (routed, shared)
-    )
-    most_bytes = max(
-        *((warps if PRIVATE else 1) * part.shared_bytes for part in stages), 4 * warps * 16 * tiles * group, one_token * 8 * sizes.experts
-    )
+    routed, shared = sizes.routed, sizes.shared
+    few = GATE_UP_FEW if rows.count <= FEW_TOKENS else GATE_UP
+    shape = few if group == 8 else GATE_UP_16
+    tiles, shared_tiles = shape.tiles_of(routed), shape.tiles_of(shared)
+    shared_blocks = shared_groups * (shared.inner // (8 * shared_tiles))
+    steps = math.gcd(sizes.hidden // routed.format.step, sizes.hidden // shared.format.step)
+    warps = _largest_divisor(steps, shape.warps)
     defines = (
         *sizes.groups,
-        *_stage_defines(stages),
-        *(("PRIVATE", int(PRIVATE)), ("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token), ("NORMALIZED", sizes.normalized)),
+        *shape.defines(sizes),
+        *(("GROUP", group), ("WARPS", warps), ("ONE_TOKEN", one_token), ("NORMALIZED", sizes.normalized)),
     )
     return Launch(
         Kernel("moe/gate_up.cu", "gate_up", defines),
@@ -285,23 +240,19 @@ def _gate_up(
             *rows.span,
             shared_blocks,
         ),
-        shared_bytes=most_bytes + one_token * 2 * sizes.hidden,
+        shared_bytes=4 * warps * 16 * max(tiles, shared_tiles) * group,
     )
 
 
 def _down(call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, routed_groups: int) -> Launch:
-    warps, rows_of_block = DOWN.warps, 16 * DOWN.tiles * DOWN.warps
-    stages = tuple(
-        Stages(experts.format, experts.inner, 1, DOWN.tiles, DOWN.slots, DOWN.most_steps)
-        for experts in (sizes.routed, sizes.shared)
-    )
-    shared_blocks = shared_groups * (sizes.hidden // rows_of_block)
-    defines = (*sizes.groups, *_stage_defines(stages), ("GROUP", group), ("WARPS", warps))
+    shape = DOWN if group == 8 else DOWN_16
+    tiles, shared_tiles = shape.tiles_of(sizes.routed), shape.tiles_of(sizes.shared)
+    shared_blocks = shared_groups * (sizes.hidden // (16 * shared_tiles * shape.warps))
+    defines = (*sizes.groups, *shape.defines(sizes), ("GROUP", group), ("WARPS", shape.warps))
     return Launch(
         Kernel("moe/down.cu", "down", defines),
-        grid=(shared_blocks + routed_groups * (sizes.hidden // rows_of_block), 1, 1),
-        threads=warps * WARP,
-        shared_bytes=warps * max(part.shared_bytes for part in stages),
+        grid=(shared_blocks + routed_groups * (sizes.hidden // (16 * tiles * shape.warps)), 1, 1),
+        threads=shape.warps * WARP,
         args=(
             *sizes.routed.args("down"),
             *sizes.shared.args("down"),
@@ -321,6 +272,7 @@ def _any_size(
     defines = (
         *sizes.groups,
         *(("GROUP", group), ("ACTIVATION", c_type(sizes.activation))),
+        *(("ROUTED_TILES", 1), ("ROUTED_AHEAD", 1), ("SHARED_TILES", 1), ("SHARED_AHEAD", 1)),
     )
     lists = (rows.order, rows.items, rows.num_items, call["query_start_loc"], call["num_seqs"])
 

@@ -1,36 +1,33 @@
-// down h of the routed experts and of the shared one, a row of `outputs` for each entry. A warp computes 16 * UNIT_TILES rows
-// for a group of tokens. HIDDEN; WARPS; UNIT_TILES, MOST_SLOTS, ROUTED_CHUNK, SHARED_CHUNK: of `Stages`; and the macros of
-// groups.cuh.
+// down h of the routed experts and of the shared one, a row of `outputs` for each entry. A warp computes 16 *
+// ROUTED_TILES rows for a group of tokens. HIDDEN; WARPS; ROUTED_TILES, ROUTED_AHEAD, SHARED_TILES, SHARED_AHEAD: of
+// `RowTiles`; and the macros of groups.cuh.
 #include "moe/groups.cuh"
 
 constexpr int THREADS = WARPS * WARP;
 
 // What `route` wrote may be read before this kernel's turn: the one before it waited for `route` and let this one start
 // behind that.
-template <typename Format, int COLUMNS, int CHUNK>
+template <typename Format, int COLUMNS, int T, int AHEAD>
 __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int block, const Lists& lists,
                                     const bf16* hidden, float* outputs) {
-  using Tiles = Stages<Format, COLUMNS, COLUMNS, CHUNK, UNIT_TILES, MOST_SLOTS, WARP>;
-  constexpr int BLOCKS = HIDDEN / (16 * UNIT_TILES * WARPS);
-  DYNAMIC_SHARED(uint8, slots);
-  const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  const int row = (block % BLOCKS * WARPS + warp) * (16 * UNIT_TILES);
-  const Group group = lists.group(is_shared, block / BLOCKS);
+  constexpr int BLOCKS = HIDDEN / (16 * T * WARPS);
+  const int index = block / BLOCKS, row = (block % BLOCKS * WARPS + threadIdx.x / WARP) * (16 * T);
+  const int lane = threadIdx.x % WARP;
+  const Group group = lists.group(is_shared, index);
   if (group.count == 0) {
     wait_for_previous();
     return;
   }
   const Weights weights = matrix<Format>(experts, group.expert, HIDDEN, COLUMNS);
-  const Tiles tiles = {slots + warp * Tiles::BYTES, weights, row, row + 8 * UNIT_TILES, 0, lane};
-  tiles.start();
+  RowTiles<Format, COLUMNS, T, 16, COLUMNS / Format::STEP, AHEAD> tiles(weights, row + lane / 4, row + lane / 4 + 8, 0);
   const float scale = sum_scale<Format>(weights, 0);
   const bf16* tokens[N];
 #pragma unroll
   for (int n = 0; n < N; ++n) tokens[n] = hidden + int64(group.entry(8 * n + lane / 4)) * HIDDEN_PITCH;
   wait_for_previous();
   start_next();
-  float sums[UNIT_TILES][N][4];
-  tiles.template multiply<true, CHUNK / Format::STEP>(tokens, 0, sums);
+  float sums[T][N][4];
+  tiles.template multiply<true>(tokens, sums);
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -39,14 +36,14 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
       if (column >= group.count) continue;
       float* to = outputs + int64(group.entry(column)) * HIDDEN + row + lane / 4;
 #pragma unroll
-      for (int tile = 0; tile < UNIT_TILES; ++tile) {
-        to[8 * tile] = sums[tile][n][right] * scale;
-        to[8 * (UNIT_TILES + tile)] = sums[tile][n][2 + right] * scale;
+      for (int tile = 0; tile < T; ++tile) {
+        to[16 * tile] = sums[tile][n][right] * scale;
+        to[16 * tile + 8] = sums[tile][n][2 + right] * scale;
       }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 down(const void* values, const void* block_scales, const float* global_scales, const void* shared_values,
      const void* shared_block_scales, const float* shared_global_scales, const bf16* hidden, const int* order,
      const int4* items, const int* num_items, const int* query_start_loc, const int* num_seqs, float* outputs,
@@ -57,10 +54,11 @@ down(const void* values, const void* block_scales, const float* global_scales, c
   const bool is_shared = int(blockIdx.x) < shared_blocks;
   const int block = is_shared ? blockIdx.x : blockIdx.x - shared_blocks;
   if constexpr (ALIKE) {
-    run<ROUTED, INNER, ROUTED_CHUNK>(select(is_shared, shared, routed), is_shared, block, lists, hidden, outputs);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(select(is_shared, shared, routed), is_shared, block, lists, hidden,
+                                                   outputs);
   } else if (is_shared) {
-    run<SHARED, SHARED_INNER, SHARED_CHUNK>(shared, true, block, lists, hidden, outputs);
+    run<SHARED, SHARED_INNER, SHARED_TILES, SHARED_AHEAD>(shared, true, block, lists, hidden, outputs);
   } else {
-    run<ROUTED, INNER, ROUTED_CHUNK>(routed, false, block, lists, hidden, outputs);
+    run<ROUTED, INNER, ROUTED_TILES, ROUTED_AHEAD>(routed, false, block, lists, hidden, outputs);
   }
 }

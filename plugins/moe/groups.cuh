@@ -3,13 +3,18 @@
 // the shared expert.
 #pragma once
 #include "moe/routing.cuh"
-#include "moe/slots.cuh"
+#include "moe/tiles.cuh"
 
 constexpr int N = GROUP / 8;
 constexpr int HIDDEN_PITCH = INNER > SHARED_INNER ? INNER : SHARED_INNER;
 
+template <typename A, typename B>
+constexpr bool is_same = false;
+template <typename A>
+constexpr bool is_same<A, A> = true;
 // Whether one piece of code serves the routed experts and the shared one.
-constexpr bool ALIKE = is_same<ROUTED, SHARED> && INNER == SHARED_INNER;
+constexpr bool ALIKE = is_same<ROUTED, SHARED> && INNER == SHARED_INNER && ROUTED_TILES == SHARED_TILES &&
+                       ROUTED_AHEAD == SHARED_AHEAD;
 
 // What `route` found; `order` is null where entries follow one another.
 struct Group {

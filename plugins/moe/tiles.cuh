@@ -2,11 +2,6 @@
 #pragma once
 #include "weight_formats.cuh"
 
-template <typename A, typename B>
-constexpr bool is_same = false;
-template <typename A>
-constexpr bool is_same<A, A> = true;
-
 // Weights in float32 [N, K], for products without tensor cores.
 struct Float32 {
   static __device__ __forceinline__ float value(const void* values, const void*, int columns, int row, int k) {
@@ -72,46 +67,6 @@ __device__ __forceinline__ Weights behind(const Weights& weights, int rows, int 
           static_cast<const uint8*>(weights.block_scales) + scale_bytes<Format>(rows, columns), weights.global_scales};
 }
 
-// sums[tile][n] += one step of a tile of 16 rows times tokens 8n up to 8n + 8. `x[n]` is the lane's own k of its token
-// `offset` elements before. ARRANGED: rows whose elements are where the format wants them. With two CHAINS, as many more
-// sums take every second product, so that mmas wait less for each other; their total is wanted.
-template <typename Format, bool ARRANGED, int CHAINS, int TILES, int N>
-__device__ __forceinline__ void multiply_step(const typename Format::Fragment (&fragments)[TILES],
-                                              const bf16* const (&x)[N], int offset,
-                                              float (&sums)[TILES][CHAINS * N][4]) {
-  constexpr int SECOND = (CHAINS - 1) * N;
-  float step_sums[TILES][CHAINS * N][4] = {};
-  float(&to)[TILES][CHAINS * N][4] = Format::HAS_SUM_SCALES ? step_sums : sums;
-#pragma unroll
-  for (int group = 0; group < Format::GROUPS; ++group) {
-    uint4 pairs[N];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      pairs[n] = *reinterpret_cast<const uint4*>(x[n] + offset + 8 * group);
-      if constexpr (!ARRANGED) pairs[n] = Format::arrange(pairs[n]);
-    }
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
-      uint32 a[2][4];
-      Format::decode(fragments[tile], group, a);
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const uint32 b[2][2] = {{pairs[n].x, pairs[n].y}, {pairs[n].z, pairs[n].w}};
-        mma_16x8x16(to[tile][n], a[0], b[0]);
-        mma_16x8x16(to[tile][SECOND + n], a[1], b[1]);
-      }
-    }
-  }
-  if constexpr (Format::HAS_SUM_SCALES) {
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-      for (int n = 0; n < CHAINS * N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[tile][n][i] += fragments[tile].scales[i / 2] * step_sums[tile][n][i];
-  }
-}
-
 // Products of one warp: TILES tiles of 16 rows of COLUMNS elements with groups of 8 tokens, in COUNT steps. The first
 // rows of two neighbouring tiles are TILE_ROWS apart. At most AHEAD steps of weights are on their way at a time.
 template <typename Format, int COLUMNS, int TILES, int TILE_ROWS, int COUNT, int AHEAD>
@@ -145,26 +100,67 @@ struct RowTiles {
     for (int tile = 0; tile < TILES; ++tile) ring[place][tile] = Format::load(rows[tile], step * Format::STEP, true);
   }
 
-  // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4.
-  template <int N>
+  // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4. ARRANGED: rows
+  // whose elements are where the format wants them. One tile's mmas take turns with two sums, to wait less for each other.
+  template <bool ARRANGED, int N>
   __device__ __forceinline__ void multiply(const bf16* const (&tokens)[N], float (&sums)[TILES][N][4]) {
+    constexpr int CHAINS = TILES * N == 1 ? 2 : 1;
     const bf16* x[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) x[n] = tokens[n] + first;
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[tile][n][i] = 0.f;
+    float all[TILES][CHAINS * N][4] = {};
 #pragma unroll 1
     for (int step = 0; step < COUNT; step += DEPTH) {
 #pragma unroll
       for (int place = 0; place < DEPTH; ++place) {
         if (COUNT % DEPTH == 0 || step + place < COUNT)
-          multiply_step<Format, false, 1>(ring[place], x, (step + place) * Format::STEP, sums);
+          multiply_step<ARRANGED, CHAINS>(ring[place], x, (step + place) * Format::STEP, all);
         if (COUNT > DEPTH && step + place + DEPTH < COUNT) fetch(place, step + place + DEPTH);
       }
+    }
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          sums[tile][n][i] = all[tile][n][i] + (CHAINS == 2 ? all[tile][(CHAINS - 1) * N + n][i] : 0.f);
+  }
+
+  template <bool ARRANGED, int CHAINS, int N>
+  static __device__ __forceinline__ void multiply_step(const typename Format::Fragment (&fragments)[TILES],
+                                                       const bf16* const (&x)[N], int offset,
+                                                       float (&sums)[TILES][CHAINS * N][4]) {
+    constexpr int SECOND = (CHAINS - 1) * N;
+    float step_sums[TILES][CHAINS * N][4] = {};
+    float(&to)[TILES][CHAINS * N][4] = Format::HAS_SUM_SCALES ? step_sums : sums;
+#pragma unroll
+    for (int group = 0; group < Format::GROUPS; ++group) {
+      uint4 pairs[N];
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        pairs[n] = *reinterpret_cast<const uint4*>(x[n] + offset + 8 * group);
+        if constexpr (!ARRANGED) pairs[n] = Format::arrange(pairs[n]);
+      }
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) {
+        uint32 a[2][4];
+        Format::decode(fragments[tile], group, a);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          const uint32 b[2][2] = {{pairs[n].x, pairs[n].y}, {pairs[n].z, pairs[n].w}};
+          mma_16x8x16(to[tile][n], a[0], b[0]);
+          mma_16x8x16(to[tile][SECOND + n], a[1], b[1]);
+        }
+      }
+    }
+    if constexpr (Format::HAS_SUM_SCALES) {
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+        for (int n = 0; n < CHAINS * N; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[tile][n][i] += fragments[tile].scales[i / 2] * step_sums[tile][n][i];
     }
   }
 };
