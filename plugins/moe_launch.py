@@ -200,6 +200,8 @@ class Shape:
         )
 
 
+GATE_UP_ONE = Shape(warps=5, tiles=1, loads=4, blocks=7)
+"""For one token: small blocks, of which each multiprocessor of an H200 has about as many, all at once."""
 GATE_UP_FEW, FEW_TOKENS = Shape(warps=5, tiles=2, loads=8, blocks=4), 4
 """For up to `FEW_TOKENS`, where blocks are few; as the others, the fastest of those measured on an H200."""
 GATE_UP, DOWN = Shape(warps=2, tiles=2, loads=8, blocks=8), Shape(warps=4, tiles=1, loads=10, blocks=5)
@@ -215,7 +217,7 @@ def _gate_up(
     call: Call, sizes: Sizes, rows: Rows, group: int, shared_groups: int, routed_groups: int, one_token: int
 ) -> Launch:
     routed, shared = sizes.routed, sizes.shared
-    few = GATE_UP_FEW if rows.count <= FEW_TOKENS else GATE_UP
+    few = GATE_UP_ONE if one_token else GATE_UP_FEW if rows.count <= FEW_TOKENS else GATE_UP
     shape = few if group == 8 else GATE_UP_16
     tiles, shared_tiles = shape.tiles_of(routed), shape.tiles_of(shared)
     shared_blocks = shared_groups * (shared.inner // (8 * shared_tiles))
