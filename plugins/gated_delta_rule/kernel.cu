@@ -9,7 +9,8 @@
 //     o_j     = G_j w_j + sum_{i<=j} D_ij (k_i.q_j) delta_i
 // So however many rows a step has, the state is read once, and written once: after the last row that is committed.
 //
-// K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: half of the ring's rows; SILU_GATE: 0 or 1; ACTIVATION: bf16 or float;
+// K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: half of the ring's rows; LONGEST: rows of a
+// sequence at most, longer ones are left to other kernels; SILU_GATE: 0 or 1; ACTIVATION: bf16 or float;
 // PART: elements of a row moved at once, 2 or 4; ROWS, MIN_BLOCKS, SHARED_BYTES: geometry of the launch.
 #include "q4e.cuh"
 #include "gated_delta_rule/rows.cuh"
@@ -174,19 +175,6 @@ __device__ __forceinline__ void store_outputs(const Shared& shared, int from, in
   }
 }
 
-// How many tokens the state holds: the larger of the latest two lengths that is not beyond the context.
-__device__ __forceinline__ int held_length(int2 lengths, int context) {
-  return max(lengths.x <= context ? lengths.x : 0, lengths.y <= context ? lengths.y : 0);
-}
-
-// Over the older length. It is beyond the context, so blocks that have yet to read the two are not misled.
-__device__ __forceinline__ void store_length(int* committed_len, int2 lengths, int held, int context, int length) {
-  if (context == 0)
-    *reinterpret_cast<int2*>(committed_len) = make_int2(length, 0);
-  else
-    committed_len[lengths.x == held ? 1 : 0] = length;
-}
-
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIVATION* ba, const ACTIVATION* A_log,
                  const ACTIVATION* dt_bias, const ACTIVATION* norm_weight, float* recurrent_state,
@@ -201,7 +189,7 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   start_next();
   Step step = {locate_sequence(blockIdx.y, query_start_loc, seq_lens, slot_ids, num_seqs)};
   const PackedSequence& sequence = step.sequence;
-  if (sequence.length <= 0) return;
+  if (sequence.length <= 0 || sequence.length > LONGEST) return;
   float* recurrent = recurrent_state + (int64(sequence.slot) * V_HEADS + my_head()) * (KEY_DIM * VALUE_DIM);
   recurrent += my_row() * VALUE_DIM + my_column();
   committed_len += 2 * sequence.slot;

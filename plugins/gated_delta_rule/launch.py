@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.gated_delta_rule.chunk_launch import LONGEST, chunk_launches
 from qwen4exp_trt.plugins.kernels import F32, MAX_SHARED_BYTES, Call, Kernel, Launch, c_type
 
 _CHUNK, _WARP, _ROW_LANES, _COLUMNS = 8, 32, 4, 4
 _MAX_THREADS = 512
 """Of a multiprocessor; 128 registers for each."""
+_ANY = 2**30
 
 _OPERANDS = ("conv_out", "qkvz", "ba", "A_log", "dt_bias", "norm_weight")
 _STATES = ("recurrent_state", "draft_rows", "committed_len")
@@ -42,6 +44,13 @@ class Geometry:
 
 
 def launches(call: Call) -> Iterator[Launch]:
+    """Sequences of few rows by the recurrence; in a step of many rows, long ones by chunks."""
+    by_chunks = chunk_launches(call)
+    yield from _few_rows(call, LONGEST if by_chunks else _ANY)
+    yield from by_chunks
+
+
+def _few_rows(call: Call, longest: int) -> Iterator[Launch]:
     heads, key_dim, value_dim, ring = (call.dims[name] for name in ("HV", "K", "V", "R"))
     geometry = Geometry.of(16, key_dim, value_dim)
     _check(call, geometry)
@@ -55,6 +64,7 @@ def launches(call: Call) -> Iterator[Launch]:
         ("KEY_DIM", key_dim),
         ("VALUE_DIM", value_dim),
         ("DRAFTS", ring // 2),
+        ("LONGEST", longest),
         ("SILU_GATE", int(call.attrs["output_gate"] == "silu")),
         ("PART", 4 if heads % 2 == 0 else 2),
         ("ROWS", geometry.rows),
