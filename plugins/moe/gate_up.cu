@@ -36,13 +36,19 @@ __device__ __forceinline__ int chosen_expert(const Step& step, int index, bool i
   return chosen[index].expert;
 }
 
-// Brings x of the one token to where all warps find it, arranged, while the first of them may be choosing experts.
+// Where all warps find x of the one token.
+__device__ __forceinline__ uint4* staged_token() {
+  __shared__ uint4 staged[ONE_TOKEN ? HIDDEN / 8 : 1];
+  return staged;
+}
+
+// Brings it there, arranged, while the first warp may be choosing experts.
 template <typename Format>
-__device__ __forceinline__ void stage_token(const bf16* x, uint4* staged) {
+__device__ __forceinline__ void stage_token(const bf16* x) {
   constexpr int IDLE = WARPS > 1 ? WARP : 0;
   if (threadIdx.x < IDLE) return;
   for (int i = threadIdx.x - IDLE; i < HIDDEN / 8; i += THREADS - IDLE)
-    staged[i] = Format::arrange(reinterpret_cast<const uint4*>(x)[i]);
+    staged_token()[i] = Format::arrange(reinterpret_cast<const uint4*>(x)[i]);
 }
 
 __device__ __forceinline__ Group group_of(bool is_shared, int index, const Step& step, bool is_first = false) {
@@ -91,11 +97,10 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
   static_assert(HIDDEN % (Format::STEP * WARPS) == 0, "as many steps for every warp");
   const int index = block / BLOCKS, first_row = block % BLOCKS * (8 * T);
   const int lane_row = first_row + threadIdx.x % WARP / 4;
-  __shared__ uint4 staged[ONE_TOKEN ? HIDDEN / 8 : 1];
   Group group = {0, 0, 0, nullptr};
   if (!is_shared) {
     wait_for_previous();
-    if constexpr (ONE_TOKEN) stage_token<Format>(step.x, staged);
+    if constexpr (ONE_TOKEN) stage_token<Format>(step.x);
     group = group_of(false, index, step, block == 0);
     start_next();
     if (group.count == 0) return;
@@ -109,7 +114,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     group = group_of(true, index, step);
     if (group.count == 0) return;
     if constexpr (ONE_TOKEN) {
-      stage_token<Format>(step.x, staged);
+      stage_token<Format>(step.x);
       __syncthreads();
     }
   }
@@ -117,7 +122,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
 #pragma unroll
   for (int n = 0; n < N; ++n) {
     if constexpr (ONE_TOKEN)
-      tokens[n] = reinterpret_cast<const bf16*>(staged);
+      tokens[n] = reinterpret_cast<const bf16*>(staged_token());
     else
       tokens[n] = step.x + int64(token_of(group.entry(8 * n + threadIdx.x % WARP / 4), step.lists.tokens)) * HIDDEN;
   }

@@ -100,8 +100,9 @@ struct RowTiles {
     for (int tile = 0; tile < TILES; ++tile) ring[place][tile] = Format::load(rows[tile], step * Format::STEP, true);
   }
 
-  // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4. ARRANGED: rows
-  // whose elements are where the format wants them. One tile's mmas take turns with two sums, to wait less for each other.
+  // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4. ARRANGED:
+  // rows whose elements are where the format wants them. The mmas of a single tile take turns with two sums, so that
+  // they wait less for each other.
   template <bool ARRANGED, int N>
   __device__ __forceinline__ void multiply(const bf16* const (&tokens)[N], float (&sums)[TILES][N][4]) {
     constexpr int CHAINS = TILES * N == 1 ? 2 : 1;
