@@ -205,7 +205,7 @@ GATE_UP_ONE = Shape(warps=5, tiles=1, loads=4, blocks=7)
 GATE_UP_FEW, FEW_TOKENS = Shape(warps=5, tiles=2, loads=8, blocks=4), 4
 """For up to `FEW_TOKENS`, where blocks are few; as the others, the fastest of those measured on an H200."""
 GATE_UP, DOWN = Shape(warps=2, tiles=2, loads=8, blocks=7), Shape(warps=4, tiles=1, loads=10, blocks=4)
-GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=3), Shape(warps=4, tiles=2, loads=8, blocks=3)
+GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=2), Shape(warps=4, tiles=2, loads=8, blocks=3)
 """For groups of more than 8 tokens."""
 
 

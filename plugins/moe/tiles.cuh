@@ -105,27 +105,36 @@ struct RowTiles {
   // they wait less for each other.
   template <bool ARRANGED, int N>
   __device__ __forceinline__ void multiply(const bf16* const (&tokens)[N], float (&sums)[TILES][N][4]) {
-    constexpr int CHAINS = TILES * N == 1 ? 2 : 1;
+    if constexpr (TILES * N == 1) {
+      float halves[1][2][4];
+      accumulate<ARRANGED, 2>(tokens, halves);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[0][0][i] = halves[0][0][i] + halves[0][1][i];
+    } else {
+      accumulate<ARRANGED, 1>(tokens, sums);
+    }
+  }
+
+  template <bool ARRANGED, int CHAINS, int N>
+  __device__ __forceinline__ void accumulate(const bf16* const (&tokens)[N], float (&sums)[TILES][CHAINS * N][4]) {
     const bf16* x[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) x[n] = tokens[n] + first;
-    float all[TILES][CHAINS * N][4] = {};
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+      for (int n = 0; n < CHAINS * N; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[tile][n][i] = 0.f;
 #pragma unroll 1
     for (int step = 0; step < COUNT; step += DEPTH) {
 #pragma unroll
       for (int place = 0; place < DEPTH; ++place) {
         if (COUNT % DEPTH == 0 || step + place < COUNT)
-          multiply_step<ARRANGED, CHAINS>(ring[place], x, (step + place) * Format::STEP, all);
+          multiply_step<ARRANGED, CHAINS>(ring[place], x, (step + place) * Format::STEP, sums);
         if (COUNT > DEPTH && step + place + DEPTH < COUNT) fetch(place, step + place + DEPTH);
       }
     }
-#pragma unroll
-    for (int tile = 0; tile < TILES; ++tile)
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          sums[tile][n][i] = all[tile][n][i] + (CHAINS == 2 ? all[tile][(CHAINS - 1) * N + n][i] : 0.f);
   }
 
   template <bool ARRANGED, int CHAINS, int N>
