@@ -127,7 +127,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
       tokens[n] = step.x + int64(token_of(group.entry(8 * n + threadIdx.x % WARP / 4), step.lists.tokens)) * HIDDEN;
   }
   float sums[T][N][4];
-  tiles.template multiply<ONE_TOKEN != 0>(tokens, sums);
+  tiles.template multiply<ONE_TOKEN != 0, TURNS>(tokens, sums);
   finish<Format>(sums, gate_scale, up_scale, group, step.hidden, first_row);
 }
 

@@ -101,11 +101,11 @@ struct RowTiles {
   }
 
   // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4. ARRANGED:
-  // rows whose elements are where the format wants them. The mmas of a single tile take turns with two sums, so that
-  // they wait less for each other.
-  template <bool ARRANGED, int N>
+  // rows whose elements are where the format wants them. TURNS: the mmas of a single tile take turns with two sums, so
+  // that they wait less for each other.
+  template <bool ARRANGED, bool TURNS, int N>
   __device__ __forceinline__ void multiply(const bf16* const (&tokens)[N], float (&sums)[TILES][N][4]) {
-    if constexpr (TILES * N == 1) {
+    if constexpr (TURNS && TILES * N == 1) {
       float halves[1][2][4];
       accumulate<ARRANGED, 2>(tokens, halves);
 #pragma unroll
