@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, c_type
+from qwen4exp_trt.plugins.moe_many_launch import many_launches, takes_many_tokens
 from qwen4exp_trt.plugins.moe_operands import BF16, NVFP4, Defines, Experts, Sizes, sizes_of
 
 WARP = 32
@@ -43,6 +44,9 @@ def moe_launches(call: Call) -> Iterator[Launch]:
     """Router, choice of experts, gate and up, down, and the weighted sum, for up to `MOST_ROWS` rows at a time."""
     sizes = sizes_of(call)
     total = call["x"].shape[0]
+    if takes_many_tokens(sizes, total):
+        yield from many_launches(call, sizes)
+        return
     most = min(total, MOST_ROWS)
     entries = most * (sizes.choices + 1)
     scratch = {

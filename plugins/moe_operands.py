@@ -12,7 +12,8 @@ from qwen4exp_trt.plugins.kernels import Arg, Call
 MOST_EXPERTS = 1024
 MOST_CHOICES = 64
 
-Defines = tuple[tuple[str, int | float | str], ...]
+Define = tuple[str, int | float | str]
+Defines = tuple[Define, ...]
 
 
 @dataclass(frozen=True)
