@@ -66,7 +66,7 @@ __device__ __forceinline__ void interleave_rows(const uint32 (&words)[HALVES][4]
 }
 
 // `nvfp4_scale` of two scales that may be negative, the codes in bytes 0 and 2, each in a half of the word.
-__device__ __forceinline__ uint32 nvfp4_two_scales(uint32 codes) {
+__device__ __forceinline__ uint32 nvfp4_scale_pair(uint32 codes) {
   return multiply_bf16(e4m3_pair_to_bf16(codes), 0x7a807a80u);  // 2^118
 }
 
@@ -154,7 +154,7 @@ struct Nvfp4 {
     uint32 words[HALVES][4];
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) {
-      const uint32 scales = nvfp4_two_scales(__byte_perm(fragment.scales[i], 0, 0x4140));  // once for all groups
+      const uint32 scales = nvfp4_scale_pair(__byte_perm(fragment.scales[i], 0, 0x4140));  // once for all groups
       const uint32 scale = __byte_perm(scales, 0, group < 2 ? 0x1010 : 0x3232);
       e2m1_words(word_of(fragment.codes[i], group), words[i]);
 #pragma unroll
