@@ -22,8 +22,6 @@ MAX_HEADS = 16
 MAX_HEAD_DIM = 512
 SLAB = 64
 """Output columns that a block of the merge has."""
-PREFETCH = 1
-"""Whether the rows of the tiles ahead are brought into L2."""
 BLOCKS_PER_SM = 3
 """Splits are as many as give each multiprocessor so many blocks: fewer leave it idle, more have more to merge."""
 
@@ -75,7 +73,7 @@ def launches(call: Call) -> Iterator[Launch]:
         if ratio == 0:
             return  # all rows are in tiles
     is_split = is_float or splits > 1
-    flags = (("IS_SPLIT", int(is_split)), ("PREFETCH", PREFETCH), ("BESIDE_TILES", int(tiles is not None)))
+    flags = (("IS_SPLIT", int(is_split)), ("BESIDE_TILES", int(tiles is not None)))
     name, variant = ("attend_float", ()) if is_float else ("attend", flags)
     is_in_tile = partial_sums if tiles is None else tiles.is_in_tile
     gates_and_out = ((), ()) if is_float else ((qkv,), (call["out"], is_in_tile))
