@@ -124,67 +124,84 @@ def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
 
 # --- few tokens -----------------------------------------------------------------------------------------------------
 
-FEW_WARPS = 8
-MOST_SLOTS = 6
-"""Steps of a warp that are on their way at once: each 16 bytes of one or two rows for every lane."""
+MOST_SLOTS = 10
+"""Steps of a warp that are on their way at once, a KiB each."""
 MOST_STAGED_BYTES = 56 * 1024
 """Of the tokens that a block keeps in shared memory."""
 MOST_PARTS, MOST_ROWS_IN_PARTS = 16, 8192
-COST_OF_PARTS, COST_OF_A_PART = 64 * 1024, 4 * 1024
-"""Of K in parts: bytes that a multiprocessor reads while the last block of a tile waits for the others and adds up."""
-COST_OF_HALVES = 1.15
-"""Of tiles of 8 rows beside those of 16."""
+COST_OF_PARTS, COST_OF_A_PART = 64, 4
+"""Of K in parts: steps of warps that a multiprocessor does while the last block of a tile waits for the others and adds."""
+COST_OF_A_BLOCK = 8
+"""The same while a block starts and fetches the tokens."""
 
 
 @dataclass(frozen=True)
 class Split:
     """How a product is shared.
 
-    K is in ``parts`` for different blocks, each part for ``k_warps`` warps of a tile of 8 * ``halves`` rows. A warp
-    takes ``segments`` times ``depth`` steps, of which ``depth`` are on their way at once.
+    K is in ``parts`` for different blocks of ``warps``, each part for ``k_warps`` warps of a tile. A warp's step is
+    ``chunks`` steps of K of 16 / ``chunks`` rows. It takes ``segments`` times ``depth`` of them, of which ``depth`` are
+    on their way at once.
     """
 
     parts: int
     segments: int
     depth: int
-    k_warps: int = 4
-    halves: int = 2
+    k_warps: int
+    chunks: int
+    warps: int
 
     @property
-    def steps(self) -> int:
-        """Of a part; some may lie beyond K."""
-        return self.k_warps * self.segments * self.depth
+    def tile_rows(self) -> int:
+        return 16 // self.chunks
 
-    def shared_bytes(self, tokens: int, columns: int, form: WeightFormat) -> tuple[int, int]:
+    @property
+    def row_tiles(self) -> int:
+        """Tiles that a block works on side by side."""
+        return self.warps // self.k_warps
+
+    def steps(self) -> int:
+        """Steps of the format in a part; some may lie beyond K."""
+        return self.k_warps * self.chunks * self.segments * self.depth
+
+    def blocks(self, rows: int) -> int:
+        """That have a tile for each of their warps, of a part."""
+        return _ceil_div(rows, self.tile_rows * self.row_tiles)
+
+    def shared_bytes(self, tokens: int, columns: int, form: WeightFormat, places: int) -> tuple[int, int]:
         """Dynamic and static shared memory."""
-        slots = FEW_WARPS * self.depth * 512 * self.halves
-        scales = 2 * FEW_WARPS // self.k_warps * form.tile_scale_bytes(8 * self.halves, self.steps * form.step)
-        staged = _staged_bytes(min(self.steps, _ceil_div(columns, form.step)), tokens, form)
-        return slots + scales + staged, 2 * 4 * FEW_WARPS * tokens * (8 * self.halves + 4) + 1024
+        slots = 1024 * self.warps * self.depth
+        scales = places * self.row_tiles * form.tile_scale_bytes(self.tile_rows, self.steps() * form.step)
+        steps = min(self.steps(), _round_up(_ceil_div(columns, form.step), self.chunks)) // self.chunks
+        sums = places * self.row_tiles * tokens * self.tile_rows * (self.k_warps * self.chunks | 1)
+        return slots + scales + _staged_bytes(steps, tokens * self.chunks, form), 4 * sums + 1024
 
 
 def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_sms: int) -> Split | None:
     """The split in which the busiest multiprocessor has the least to do, or None; ``tokens`` are 1, 2, 4 or 8."""
+    steps = _ceil_div(columns, form.step)
 
     def cost(split: Split) -> float:
-        busiest = _ceil_div(split.parts * _ceil_div(rows, 8 * split.halves), num_sms)
-        num_bytes = busiest * 8 * split.halves * columns / split.parts * form.step_bytes / form.step
+        busiest = _ceil_div(split.parts * split.blocks(rows), num_sms)
         in_parts = COST_OF_PARTS + split.parts * COST_OF_A_PART if split.parts > 1 else 0
-        waits = 1 + 0.5 / split.depth
-        return num_bytes * waits * (COST_OF_HALVES if split.halves == 1 else 1) + in_parts
+        return busiest * split.warps * split.segments * (split.depth + 0.5) + in_parts
 
-    def deepest(parts: int, k_warps: int, halves: int) -> Iterator[Split]:
-        of_warp = _ceil_div(_ceil_div(columns, form.step), parts * k_warps)
-        splits = [Split(parts, _ceil_div(of_warp, depth), depth, k_warps, halves) for depth in range(1, MOST_SLOTS + 1)]
-        splits = [split for split in splits if sum(split.shared_bytes(tokens, columns, form)) <= MAX_SHARED_BYTES]
+    def deepest(parts: int, k_warps: int, chunks: int, warps: int) -> Iterator[Split]:
+        of_warp = _ceil_div(steps, parts * k_warps * chunks)
+        splits = [
+            Split(parts, _ceil_div(of_warp, depth), depth, k_warps, chunks, warps) for depth in range(1, MOST_SLOTS + 1)
+        ]
+        splits = [split for split in splits if sum(split.shared_bytes(tokens, columns, form, 2)) <= MAX_SHARED_BYTES]
         if splits:
             yield min(splits, key=lambda split: split.segments * (split.depth + 0.5))
 
     splits = [
         split
         for parts in _numbers_of_parts(tokens, rows, columns, form)
-        for k_warps, halves in ((4, 2), (8, 1))
-        for split in deepest(parts, k_warps, halves)
+        for chunks in (1, 2, 4, 8)
+        for k_warps, warps in ((1, 8), (1, 10), (2, 8), (4, 8), (8, 8))
+        if tokens * chunks <= 8 and (parts == 1 or k_warps * chunks >= 4)
+        for split in deepest(parts, k_warps, chunks, warps)
     ]
     return min(splits, key=cost, default=None)
 
@@ -202,23 +219,26 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
     split = split_product(tokens, weight.rows, weight.columns, form, call.num_sms)
     if split is None:
         return None
-    blocks_per_sm = 3 if split.halves == 1 and tokens == 1 and form == NVFP4 else 2
+    resident, bound = 2, 2
+    blocks = split.blocks(weight.rows)
+    grid = min(blocks, max(resident * call.num_sms // split.parts, 1))
     sizes = {
         "TOKENS": tokens,
         "SEGMENTS": split.segments,
         "DEPTH": split.depth,
+        "WARPS": split.warps,
         "K_WARPS": split.k_warps,
-        "TILE_HALVES": split.halves,
-        "IS_WHOLE": int(split.parts * split.steps == _ceil_div(weight.columns, form.step)),
-        "BLOCKS_PER_SM": blocks_per_sm,
+        "CHUNKS": split.chunks,
+        "IS_WHOLE": int(split.parts * split.steps() == _ceil_div(weight.columns, form.step)),
+        "ONE_ROUND": int(grid == blocks),
+        "BLOCKS_PER_SM": bound,
     }
-    blocks = _ceil_div(weight.rows, 8 * split.halves * FEW_WARPS // split.k_warps)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
-        grid=(min(blocks, max(blocks_per_sm * call.num_sms // split.parts, 1)), split.parts, 1),
-        threads=FEW_WARPS * WARP,
+        grid=(grid, split.parts, 1),
+        threads=split.warps * WARP,
         args=_product_args(call, x, weight, out),
-        shared_bytes=split.shared_bytes(tokens, weight.columns, form)[0],
+        shared_bytes=split.shared_bytes(tokens, weight.columns, form, 1 if grid == blocks else 2)[0],
     )
 
 
@@ -230,6 +250,10 @@ def _product_args(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> tupl
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
+
+
+def _round_up(a: int, b: int) -> int:
+    return _ceil_div(a, b) * b
 
 
 # --- many tokens ----------------------------------------------------------------------------------------------------
