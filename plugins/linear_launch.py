@@ -219,9 +219,9 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
     split = split_product(tokens, weight.rows, weight.columns, form, call.num_sms)
     if split is None:
         return None
-    resident, bound = 2, 2
-    blocks = split.blocks(weight.rows)
-    grid = min(blocks, max(resident * call.num_sms // split.parts, 1))
+    tiles = _ceil_div(weight.rows, split.tile_rows)
+    grid = min(tiles, max(call.num_sms // split.parts, 1))
+    one_round = tiles <= grid * split.row_tiles
     sizes = {
         "TOKENS": tokens,
         "SEGMENTS": split.segments,
@@ -229,16 +229,17 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
         "WARPS": split.warps,
         "K_WARPS": split.k_warps,
         "CHUNKS": split.chunks,
+        "PARTS": split.parts,
         "IS_WHOLE": int(split.parts * split.steps() == _ceil_div(weight.columns, form.step)),
-        "ONE_ROUND": int(grid == blocks),
-        "BLOCKS_PER_SM": bound,
+        "ONE_ROUND": int(one_round),
+        "BLOCKS_PER_SM": 2,
     }
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
         grid=(grid, split.parts, 1),
         threads=split.warps * WARP,
         args=_product_args(call, x, weight, out),
-        shared_bytes=split.shared_bytes(tokens, weight.columns, form, 1 if grid == blocks else 2)[0],
+        shared_bytes=split.shared_bytes(tokens, weight.columns, form, 1 if one_round else 2)[0],
     )
 
 

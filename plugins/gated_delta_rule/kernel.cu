@@ -191,25 +191,37 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIVATION* ba, const ACTIVATION* A_log,
                  const ACTIVATION* dt_bias, const ACTIVATION* norm_weight, float* recurrent_state,
                  ACTIVATION* draft_rows, int* committed_len, const int* query_start_loc, const int* seq_lens,
-                 const int* slot_ids, const int* num_seqs, ACTIVATION* out, float eps) {
+                 const int* slot_ids, const int* num_seqs, ACTIVATION* out, float eps, int rows_each) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
   const Operands operands = {conv_out, qkvz, ba, draft_rows};
   const float rate = -expf(to_float(A_log[my_head()])), bias = to_float(dt_bias[my_head()]);
+  float* recurrent = recurrent_state + int64(my_head()) * (KEY_DIM * VALUE_DIM) + my_row() * VALUE_DIM + my_column();
+  if (IS_LONE && threadIdx.x % WARP == 0)
+    prefetch_l2_bytes(recurrent_state + (int64(my_head()) * KEY_DIM + threadIdx.x / WARP * (KEY_DIM / WARPS)) * VALUE_DIM,
+                      KEY_DIM / WARPS * VALUE_DIM * 4);
   if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(norm_weight[threadIdx.x]);
   wait_for_previous();
   start_next();
+  // What is probable is fetched together with what decides it: the rows of batches of equal sequences, and the state of
+  // a lone one, whose slot is the first one as a rule.
+  const int warp = threadIdx.x / WARP;
+  float state[ROWS][COLUMNS];
+  if (IS_LONE) load_state(state, recurrent, true);
+  int2 lengths = *reinterpret_cast<const int2*>(committed_len);
+  const int64 probable_row = int64(blockIdx.y) * rows_each + warp;
+  RawRow probable;
+  if (IS_LONE) probable = load_new_row(operands, probable_row, warp < rows_each);
+  else if (warp < rows_each) prefetch_row(operands, probable_row);
   Step step = {locate_sequence(blockIdx.y, query_start_loc, seq_lens, slot_ids, num_seqs)};
   const PackedSequence& sequence = step.sequence;
   if (sequence.length <= 0) return;
-  float* recurrent = recurrent_state + (int64(sequence.slot) * V_HEADS + my_head()) * (KEY_DIM * VALUE_DIM);
-  recurrent += my_row() * VALUE_DIM + my_column();
   committed_len += 2 * sequence.slot;
-
-  const int2 lengths = *reinterpret_cast<const int2*>(committed_len);
-  prefetch_row(step, operands, threadIdx.x / WARP);
-  float state[ROWS][COLUMNS];
-  load_state(state, recurrent, sequence.context > 0);
+  recurrent += int64(sequence.slot) * (V_HEADS * KEY_DIM * VALUE_DIM);
+  if (!IS_LONE || sequence.slot != 0 || sequence.context == 0) {
+    lengths = *reinterpret_cast<const int2*>(committed_len);
+    load_state(state, recurrent, sequence.context > 0);
+  }
   if (sequence.context > 0)
     step.pending = min(sequence.context - held_length(lengths, sequence.context), DRAFTS - 1);
   if (blockIdx.x == 0 && threadIdx.x == 0)
@@ -222,8 +234,9 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     if (first > 0) __syncthreads();
 #pragma unroll
     for (int round = 0; round < CHUNK; round += WARPS) {
-      const int j = round + threadIdx.x / WARP;
-      const RawRow raw = load_row(step, operands, first + j);
+      const int j = round + warp;
+      const bool is_loaded = IS_LONE && sequence.start == 0 && step.pending == 0 && first + round == 0 && warp < rows_each;
+      const RawRow raw = is_loaded ? probable : load_row(step, operands, first + j);
       stage_row(shared, j, raw, rate, bias, j < count);
       if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raw);
     }

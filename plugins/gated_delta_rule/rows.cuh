@@ -87,18 +87,11 @@ __device__ __forceinline__ ACTIVATION* draft_row(const Step& step, const Operand
   return operands.draft_rows + (int64(step.sequence.slot) * (2 * DRAFTS) + position % (2 * DRAFTS)) * DRAFT_WIDTH;
 }
 
-// Row `row` of the step, zeros behind its last one.
-__device__ __forceinline__ RawRow load_row(const Step& step, const Operands& operands, int row) {
+// Row `token` of the batch, zeros if it does not exist.
+__device__ __forceinline__ RawRow load_new_row(const Operands& operands, int64 token, bool exists) {
   const int head = made_anew(my_head()), key = made_anew(my_key()), value = made_anew(my_value());
   RawRow raw = {};
-  if (row < step.pending) {
-    const ACTIVATION* from = draft_row(step, operands, row);
-    load_lanes<KEY_DIM>(raw.k, from + key);
-    load_lanes<VALUE_DIM>(raw.v, from + KEY_WIDTH + value);
-    raw.b = to_float(from[KEY_WIDTH + VALUE_WIDTH + head]);
-    raw.a = to_float(from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head]);
-  } else if (row < step.rows()) {
-    const int64 token = step.sequence.start + row - step.pending;
+  if (exists) {
     const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
     load_lanes<KEY_DIM>(raw.k, from + KEY_WIDTH + key);
     load_lanes<KEY_DIM>(raw.q, from + key);
@@ -110,11 +103,25 @@ __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& ope
   return raw;
 }
 
-// Brings new row `row` near; how many rows there are to replay is not known yet.
-__device__ __forceinline__ void prefetch_row(const Step& step, const Operands& operands, int row) {
-  if (row >= step.sequence.length) return;
+// Row `row` of the step, zeros behind its last one.
+__device__ __forceinline__ RawRow load_row(const Step& step, const Operands& operands, int row) {
+  const int head = made_anew(my_head()), key = made_anew(my_key()), value = made_anew(my_value());
+  RawRow raw = {};
+  if (row < step.pending) {
+    const ACTIVATION* from = draft_row(step, operands, row);
+    load_lanes<KEY_DIM>(raw.k, from + key);
+    load_lanes<VALUE_DIM>(raw.v, from + KEY_WIDTH + value);
+    raw.b = to_float(from[KEY_WIDTH + VALUE_WIDTH + head]);
+    raw.a = to_float(from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head]);
+  } else if (row < step.rows()) {
+    raw = load_new_row(operands, step.sequence.start + row - step.pending, true);
+  }
+  return raw;
+}
+
+// Brings row `token` of the batch near.
+__device__ __forceinline__ void prefetch_row(const Operands& operands, int64 token) {
   const int place = lane_place(0), key = my_key() + place, value = my_value() + place;
-  const int64 token = step.sequence.start + row;
   const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
   if (place < KEY_DIM) prefetch_l2(from + KEY_WIDTH + key), prefetch_l2(from + key);
   if (place < VALUE_DIM) {

@@ -91,10 +91,10 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
   const int k_warp = warp % K_WARPS, row_tile = warp / K_WARPS, thread = threadIdx.x % TILE_THREADS;
   const int num_tiles = ceil_div(rows, TILE_ROWS), tiles_apart = ROW_TILES * gridDim.x;
   // Blocks with a tile more than others are different ones in each part of K, so that no multiprocessor gets them all.
-  const int first_tile = (blockIdx.x + blockIdx.y * gridDim.x / gridDim.y) % gridDim.x;
+  const int first_tile = PARTS == 1 ? blockIdx.x : (blockIdx.x + blockIdx.y * gridDim.x / PARTS) % gridDim.x;
   const int first_column = blockIdx.y * PART_COLUMNS;
   const int k = first_column + k_warp * WIDTH + g % CHUNKS * FORMAT::STEP + t * 8 * GROUPS;
-  const PartialSums partial = {partial_sums, tokens, rows, int(gridDim.y)};
+  const PartialSums partial = {partial_sums, tokens, rows, PARTS};
   const Result<FORMAT, OUTPUT, SCALES_ROWS> result = {out, row_scales, rows};
 
   uint8* ring = shared + warp * DEPTH * SLOT_BYTES;
@@ -172,10 +172,10 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
       float sum = 0.f;
 #pragma unroll
       for (int summand = 0; summand < SUMMANDS; ++summand) sum += buffer[output * SUM_STRIDE + summand];
-      if (gridDim.y == 1) result.store(token, row, sum, scale);
+      if (PARTS == 1) result.store(token, row, sum, scale);
       else *partial.at(blockIdx.y, token, row) = sum;
     }
     scale = next_scale;
   }
-  if (gridDim.y > 1) add_parts(partial, result, arrivals, first_tile, num_tiles);
+  if constexpr (PARTS > 1) add_parts(partial, result, arrivals, first_tile, num_tiles);
 }
