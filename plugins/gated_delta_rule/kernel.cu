@@ -197,9 +197,7 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   const Operands operands = {conv_out, qkvz, ba, draft_rows};
   const float rate = -expf(to_float(A_log[my_head()])), bias = to_float(dt_bias[my_head()]);
   float* recurrent = recurrent_state + int64(my_head()) * (KEY_DIM * VALUE_DIM) + my_row() * VALUE_DIM + my_column();
-  if (IS_LONE && threadIdx.x % WARP == 0)
-    prefetch_l2_bytes(recurrent_state + (int64(my_head()) * KEY_DIM + threadIdx.x / WARP * (KEY_DIM / WARPS)) * VALUE_DIM,
-                      KEY_DIM / WARPS * VALUE_DIM * 4);
+  if (IS_LONE && threadIdx.x == 0) prefetch_l2_bytes(recurrent, KEY_DIM * VALUE_DIM * 4);
   if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(norm_weight[threadIdx.x]);
   wait_for_previous();
   start_next();
@@ -228,17 +226,20 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     store_length(committed_len, lengths, sequence.context - step.pending, sequence.context,
                  sequence.context + step.committed() - step.pending);
 
+  RawRow raws[ROUNDS];
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round) {
+    const bool is_loaded = IS_LONE && round == 0 && sequence.start == 0 && step.pending == 0 && warp < rows_each;
+    raws[round] = is_loaded ? probable : load_row(step, operands, round * WARPS + warp);
+  }
 #pragma unroll 1
   for (int first = 0; first < step.rows(); first += CHUNK) {
     const int count = min(CHUNK, step.rows() - first);
-    if (first > 0) __syncthreads();
 #pragma unroll
-    for (int round = 0; round < CHUNK; round += WARPS) {
-      const int j = round + warp;
-      const bool is_loaded = IS_LONE && sequence.start == 0 && step.pending == 0 && first + round == 0 && warp < rows_each;
-      const RawRow raw = is_loaded ? probable : load_row(step, operands, first + j);
-      stage_row(shared, j, raw, rate, bias, j < count);
-      if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raw);
+    for (int round = 0; round < ROUNDS; ++round) {
+      const int j = round * WARPS + warp;
+      stage_row(shared, j, raws[round], rate, bias, j < count);
+      if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raws[round]);
     }
     __syncthreads();
     multiply_pairs(shared, count);
@@ -252,5 +253,10 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     if (kept > 0 && first + kept == step.committed()) store_state(state, recurrent);
     if (first + count < step.rows()) advance_state(state, shared, kept, count);
     store_outputs(shared, from, count, out + token * VALUE_WIDTH + my_value(), eps);
+    if (first + count == step.rows()) return;
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round)
+      raws[round] = load_row(step, operands, first + CHUNK + round * WARPS + warp);
+    __syncthreads();
   }
 }

@@ -8,6 +8,7 @@ constexpr int CHUNK = 8, COLUMNS = 4, ROW_LANES = 4;
 constexpr int ROW_GROUPS = ceil_div(KEY_DIM, ROWS * ROW_LANES), COLUMN_GROUPS = ceil_div(VALUE_DIM, WARP);
 constexpr int KEYS = ROW_GROUPS * ROWS * ROW_LANES, VALUES = COLUMN_GROUPS * WARP;  // padded dims
 constexpr int WARPS = ROW_GROUPS * COLUMN_GROUPS, BLOCK = WARPS * WARP;
+constexpr int ROUNDS = ceil_div(CHUNK, WARPS);  // in which the warps take the rows of a chunk
 constexpr int KEY_WIDTH = K_HEADS * KEY_DIM, VALUE_WIDTH = V_HEADS * VALUE_DIM;
 constexpr int CONV_WIDTH = 2 * KEY_WIDTH + VALUE_WIDTH, DRAFT_WIDTH = KEY_WIDTH + VALUE_WIDTH + 2 * V_HEADS;
 constexpr int REPEATS = V_HEADS / K_HEADS;  // value heads of a key head
