@@ -191,27 +191,32 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIVATION* ba, const ACTIVATION* A_log,
                  const ACTIVATION* dt_bias, const ACTIVATION* norm_weight, float* recurrent_state,
                  ACTIVATION* draft_rows, int* committed_len, const int* query_start_loc, const int* seq_lens,
-                 const int* slot_ids, const int* num_seqs, ACTIVATION* out, float eps, int rows_each) {
+                 const int* slot_ids, const int* num_seqs, ACTIVATION* out, float eps, int rows_each,
+                 int blocks_ahead) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
   const Operands operands = {conv_out, qkvz, ba, draft_rows};
-  const float rate = -expf(to_float(A_log[my_head()])), bias = to_float(dt_bias[my_head()]);
+  // Converted and stored behind the loads that follow, which would else wait for these.
+  const ACTIVATION log_rate = A_log[my_head()], raw_bias = dt_bias[my_head()];
+  const ACTIVATION gain = norm_weight[min(int(threadIdx.x), VALUE_DIM - 1)];
   float* recurrent = recurrent_state + int64(my_head()) * (KEY_DIM * VALUE_DIM) + my_row() * VALUE_DIM + my_column();
   if (IS_LONE && threadIdx.x == 0) prefetch_l2_bytes(recurrent, KEY_DIM * VALUE_DIM * 4);
-  if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(norm_weight[threadIdx.x]);
   wait_for_previous();
   start_next();
   // What is probable is fetched together with what decides it: the rows of batches of equal sequences, and the state of
   // a lone one, whose slot is the first one as a rule.
   const int warp = threadIdx.x / WARP;
-  float state[ROWS][COLUMNS];
-  if (IS_LONE) load_state(state, recurrent, true);
-  int2 lengths = *reinterpret_cast<const int2*>(committed_len);
   const int64 probable_row = int64(blockIdx.y) * rows_each + warp;
   RawRow probable;
   if (IS_LONE) probable = load_new_row(operands, probable_row, warp < rows_each);
   else if (warp < rows_each) prefetch_row(operands, probable_row);
+  __syncwarp();
+  float state[ROWS][COLUMNS];
+  if (IS_LONE) load_state(state, recurrent, true);
+  int2 lengths;
+  if (IS_LONE) lengths = *reinterpret_cast<const int2*>(committed_len);
   Step step = {locate_sequence(blockIdx.y, query_start_loc, seq_lens, slot_ids, num_seqs)};
+  if (IS_LONE) __syncthreads();  // else the compiler moves loads behind the exit
   const PackedSequence& sequence = step.sequence;
   if (sequence.length <= 0) return;
   committed_len += 2 * sequence.slot;
@@ -226,6 +231,17 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     store_length(committed_len, lengths, sequence.context - step.pending, sequence.context,
                  sequence.context + step.committed() - step.pending);
 
+  if (!IS_LONE && threadIdx.x == BLOCK - WARP) {  // the state of the block that will come when this one ends
+    const int other = blockIdx.y * V_HEADS + my_head() + blocks_ahead;
+    if (other / V_HEADS < int(gridDim.y)) {
+      const PackedSequence next = locate_sequence(other / V_HEADS, query_start_loc, seq_lens, slot_ids, num_seqs);
+      if (next.length > 0 && next.context > 0)
+        prefetch_l2_bytes(recurrent_state + (int64(next.slot) * V_HEADS + other % V_HEADS) * (KEY_DIM * VALUE_DIM),
+                          KEY_DIM * VALUE_DIM * 4);
+    }
+  }
+  const float rate = -expf(to_float(log_rate)), bias = to_float(raw_bias);
+  if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(gain);
   RawRow raws[ROUNDS];
 #pragma unroll
   for (int round = 0; round < ROUNDS; ++round) {
@@ -249,10 +265,10 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     __syncthreads();
     const int from = max(step.pending - first, 0), kept = min(max(step.committed() - first, 0), count);
     const int64 token = sequence.start + first + from - step.pending;
+    store_outputs(shared, from, count, out + token * VALUE_WIDTH + my_value(), eps);
     advance_state(state, shared, 0, kept);
     if (kept > 0 && first + kept == step.committed()) store_state(state, recurrent);
     if (first + count < step.rows()) advance_state(state, shared, kept, count);
-    store_outputs(shared, from, count, out + token * VALUE_WIDTH + my_value(), eps);
     if (first + count == step.rows()) return;
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round)

@@ -64,12 +64,13 @@ def launches(call: Call) -> Iterator[Launch]:
         ("SHARED_BYTES", geometry.shared_bytes),
         ("ACTIVATION", c_type(call["conv_out"].dtype)),
     )
+    blocks = call.num_sms * (_MAX_THREADS // geometry.threads)
     operands = (call[name] for name in (*_OPERANDS, *_STATES, *_BATCH))
     yield Launch(
         Kernel("gated_delta_rule/kernel.cu", "gated_delta_rule", defines),
         grid=(heads, call.dims["B"] if call.dims["T"] else 0, 1),
         threads=geometry.threads,
-        args=(*operands, F32(call.attrs["eps"]), call.dims["T"] // call.dims["B"]),
+        args=(*operands, F32(call.attrs["eps"]), call.dims["T"] // call.dims["B"], blocks),
         shared_bytes=geometry.shared_bytes,
     )
 

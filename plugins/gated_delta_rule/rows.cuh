@@ -53,7 +53,7 @@ __device__ __forceinline__ int lane_place(int i) { return (i * WARP + threadIdx.
 // What a warp loads of a row; of one to replay there is no query and no output gate.
 struct RawRow {
   Four k[FOURS], q[FOURS], v[FOURS], z[FOURS];
-  float b, a;
+  ACTIVATION b, a;
 };
 
 template <int DIM>
@@ -98,8 +98,7 @@ __device__ __forceinline__ RawRow load_new_row(const Operands& operands, int64 t
     load_lanes<KEY_DIM>(raw.q, from + key);
     load_lanes<VALUE_DIM>(raw.v, from + 2 * KEY_WIDTH + value);
     load_lanes<VALUE_DIM>(raw.z, operands.qkvz + token * (CONV_WIDTH + VALUE_WIDTH) + CONV_WIDTH + value);
-    raw.b = to_float(operands.ba[token * 2 * V_HEADS + head]);
-    raw.a = to_float(operands.ba[token * 2 * V_HEADS + V_HEADS + head]);
+    raw.b = operands.ba[token * 2 * V_HEADS + head], raw.a = operands.ba[token * 2 * V_HEADS + V_HEADS + head];
   }
   return raw;
 }
@@ -112,8 +111,7 @@ __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& ope
     const ACTIVATION* from = draft_row(step, operands, row);
     load_lanes<KEY_DIM>(raw.k, from + key);
     load_lanes<VALUE_DIM>(raw.v, from + KEY_WIDTH + value);
-    raw.b = to_float(from[KEY_WIDTH + VALUE_WIDTH + head]);
-    raw.a = to_float(from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head]);
+    raw.b = from[KEY_WIDTH + VALUE_WIDTH + head], raw.a = from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head];
   } else if (row < step.rows()) {
     raw = load_new_row(operands, step.sequence.start + row - step.pending, true);
   }
@@ -158,8 +156,8 @@ __device__ __forceinline__ void stage_row(Shared& shared, int j, const RawRow& r
   }
   if (threadIdx.x % WARP == 0) {
     shared.kq[j][j] = kq * k_scale * q_scale;
-    shared.beta[j] = sigmoid(raw.b);
-    shared.decay[j] = expf(rate * softplus(raw.a + bias));
+    shared.beta[j] = sigmoid(to_float(raw.b));
+    shared.decay[j] = expf(rate * softplus(to_float(raw.a) + bias));
   }
 }
 
@@ -169,7 +167,7 @@ __device__ __forceinline__ void keep_draft(const Step& step, const Operands& ope
   if (my_head() % REPEATS == 0) store_lanes<KEY_DIM>(to + my_key(), raw.k);
   store_lanes<VALUE_DIM>(to + KEY_WIDTH + my_value(), raw.v);
   if (threadIdx.x % WARP == 0) {
-    to[KEY_WIDTH + VALUE_WIDTH + my_head()] = from_float<ACTIVATION>(raw.b);
-    to[KEY_WIDTH + VALUE_WIDTH + V_HEADS + my_head()] = from_float<ACTIVATION>(raw.a);
+    to[KEY_WIDTH + VALUE_WIDTH + my_head()] = raw.b;
+    to[KEY_WIDTH + VALUE_WIDTH + V_HEADS + my_head()] = raw.a;
   }
 }

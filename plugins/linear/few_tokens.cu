@@ -44,7 +44,7 @@ __device__ __forceinline__ void stage_tokens(uint4* staged, const bf16* x, int t
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       const int piece = (base + i) * THREADS + threadIdx.x, k = first + 8 * piece;
-      const bool exists = base + i < PIECES && 8 * piece < PART_COLUMNS && k < columns;
+      const bool exists = base + i < PIECES && 8 * piece < PART_COLUMNS && (IS_WHOLE || k < columns);
 #pragma unroll
       for (int token = 0; token < TOKENS; ++token) {
         const bf16* from = x + int64(min(token, tokens - 1)) * columns + k;
@@ -54,7 +54,8 @@ __device__ __forceinline__ void stage_tokens(uint4* staged, const bf16* x, int t
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       const int piece = (base + i) * THREADS + threadIdx.x;
-      const bool is_staged = base + i < PIECES && 8 * piece < PART_COLUMNS && first + 8 * piece < staged_columns;
+      const bool is_staged =
+          base + i < PIECES && 8 * piece < PART_COLUMNS && (IS_WHOLE || first + 8 * piece < staged_columns);
       const int step = piece / STEP_PIECES / CHUNKS, place = piece / STEP_PIECES % CHUNKS;
       const int t = piece % STEP_PIECES / GROUPS, group = piece % GROUPS;
       uint4* to = staged + step * STEP_UNITS + group * GROUP_UNITS + 4 * place + t;
@@ -113,6 +114,9 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
       FORMAT::copy_scales<TILE_ROWS, PART_COLUMNS, TILE_THREADS>(scales + place * SCALE_BYTES, block_scales, tile * TILE_ROWS,
                                                                  rows, first_column, columns, thread);
   };
+  // The tokens' way to L2 must not begin behind that of all the weights.
+  const int line = blockIdx.x + gridDim.x * threadIdx.x;
+  if (blockIdx.y == 0 && line < ceil_div(tokens * columns, 64)) prefetch_l2(x + 64 * line);
   int tile = first_tile + row_tile * gridDim.x;
   FORMAT::Rows from = locate(tile);
 #pragma unroll
@@ -144,10 +148,8 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
       for (int i = 0; i < DEPTH; ++i) {
         const int step = (segment * DEPTH + i) * K_WARPS;
         wait_copies<DEPTH>();
-        __syncwarp();
         const FORMAT::Fragment fragment[1] = {FORMAT::read_tile<CHUNKS, PART_COLUMNS>(
             ring + i * SLOT_BYTES, scales + place * SCALE_BYTES, (step + k_warp) * CHUNKS)};
-        __syncwarp();
         if (!is_last) copy_step(from, tile, (segment + 1) * DEPTH + i, i);
         else if (!ONE_ROUND) copy_step(from, next_tile, i, i);
         commit_copies();
