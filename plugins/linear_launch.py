@@ -129,10 +129,16 @@ MOST_SLOTS = 10
 MOST_STAGED_BYTES = 56 * 1024
 """Of the tokens that a block keeps in shared memory."""
 MOST_PARTS, MOST_ROWS_IN_PARTS = 16, 8192
-COST_OF_PARTS, COST_OF_A_PART = 64, 4
-"""Of K in parts: steps of warps that a multiprocessor does while the last block of a tile waits for the others and adds."""
-COST_OF_A_BLOCK = 8
-"""The same while a block starts and fetches the tokens."""
+SCHEDULERS = 4
+"""Of a multiprocessor, which share its warps. Costs are in steps of a warp, of which a scheduler does one at a time."""
+COST_OF_PARTS, COST_OF_A_PART = 10, 0.5
+"""Of K in parts: the last block of a tile waits for the others and adds."""
+COST_OF_A_ROUND = 4
+STAGED_BYTES_PER_STEP = 16 * 1024
+LEAST_SLOTS, ENOUGH_SLOTS = 16, 32
+"""On their way to a multiprocessor; with fewer it waits for memory."""
+WARPS_OF_A_TILE = ((1, 8), (1, 10), (2, 8), (2, 20), (4, 8), (4, 12), (8, 8))
+"""Of a tile and of a block."""
 
 
 @dataclass(frozen=True)
@@ -160,50 +166,52 @@ class Split:
         """Tiles that a block works on side by side."""
         return self.warps // self.k_warps
 
+    @property
     def steps(self) -> int:
         """Steps of the format in a part; some may lie beyond K."""
         return self.k_warps * self.chunks * self.segments * self.depth
 
-    def blocks(self, rows: int) -> int:
-        """That have a tile for each of their warps, of a part."""
-        return _ceil_div(rows, self.tile_rows * self.row_tiles)
+    def blocks(self, num_sms: int) -> int:
+        """Of a part: one a multiprocessor, beside which there is room for the next kernel's, whose weights come early."""
+        return max(num_sms // self.parts, 1)
 
     def shared_bytes(self, tokens: int, columns: int, form: WeightFormat, places: int) -> tuple[int, int]:
         """Dynamic and static shared memory."""
         slots = 1024 * self.warps * self.depth
-        scales = places * self.row_tiles * form.tile_scale_bytes(self.tile_rows, self.steps() * form.step)
-        steps = min(self.steps(), _round_up(_ceil_div(columns, form.step), self.chunks)) // self.chunks
+        scales = places * self.row_tiles * form.tile_scale_bytes(self.tile_rows, self.steps * form.step)
+        steps = min(self.steps, _round_up(_ceil_div(columns, form.step), self.chunks)) // self.chunks
         sums = places * self.row_tiles * tokens * self.tile_rows * (self.k_warps * self.chunks | 1)
         return slots + scales + _staged_bytes(steps, tokens * self.chunks, form), 4 * sums + 1024
 
 
 def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_sms: int) -> Split | None:
     """The split in which the busiest multiprocessor has the least to do, or None; ``tokens`` are 1, 2, 4 or 8."""
-    steps = _ceil_div(columns, form.step)
-
     def cost(split: Split) -> float:
-        busiest = _ceil_div(split.parts * split.blocks(rows), num_sms)
+        tiles = _ceil_div(_ceil_div(rows, split.tile_rows), split.blocks(num_sms))
+        busiest = _ceil_div(tiles * split.k_warps, SCHEDULERS) * split.segments * split.depth
+        waits = max(1, ENOUGH_SLOTS / (split.warps * split.depth)) ** 0.25
         in_parts = COST_OF_PARTS + split.parts * COST_OF_A_PART if split.parts > 1 else 0
-        return busiest * split.warps * split.segments * (split.depth + 0.5) + in_parts
+        rounds = _ceil_div(tiles, split.row_tiles)
+        staged = tokens * split.steps * form.step * 2 / STAGED_BYTES_PER_STEP
+        return busiest * waits + rounds * COST_OF_A_ROUND + staged + in_parts
 
-    def deepest(parts: int, k_warps: int, chunks: int, warps: int) -> Iterator[Split]:
-        of_warp = _ceil_div(steps, parts * k_warps * chunks)
-        splits = [
-            Split(parts, _ceil_div(of_warp, depth), depth, k_warps, chunks, warps) for depth in range(1, MOST_SLOTS + 1)
-        ]
-        splits = [split for split in splits if sum(split.shared_bytes(tokens, columns, form, 2)) <= MAX_SHARED_BYTES]
-        if splits:
-            yield min(splits, key=lambda split: split.segments * (split.depth + 0.5))
+    def splits(parts: int, k_warps: int, chunks: int, warps: int) -> Iterator[Split]:
+        of_warp = _ceil_div(_ceil_div(columns, form.step), parts * k_warps * chunks)
+        for depth in range(1, MOST_SLOTS + 1):
+            split = Split(parts, _ceil_div(of_warp, depth), depth, k_warps, chunks, warps)
+            keeps_busy = split.segments == 1 or warps * depth >= LEAST_SLOTS
+            if keeps_busy and sum(split.shared_bytes(tokens, columns, form, 2)) <= MAX_SHARED_BYTES:
+                yield split
 
-    splits = [
+    possible = [
         split
         for parts in _numbers_of_parts(tokens, rows, columns, form)
         for chunks in (1, 2, 4, 8)
-        for k_warps, warps in ((1, 8), (1, 10), (2, 8), (4, 8), (8, 8))
+        for k_warps, warps in WARPS_OF_A_TILE
         if tokens * chunks <= 8 and (parts == 1 or k_warps * chunks >= 4)
-        for split in deepest(parts, k_warps, chunks, warps)
+        for split in splits(parts, k_warps, chunks, warps)
     ]
-    return min(splits, key=cost, default=None)
+    return min(possible, key=cost, default=None)
 
 
 def _numbers_of_parts(tokens: int, rows: int, columns: int, form: WeightFormat) -> range:
@@ -220,8 +228,8 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
     if split is None:
         return None
     tiles = _ceil_div(weight.rows, split.tile_rows)
-    grid = min(tiles, max(call.num_sms // split.parts, 1))
-    one_round = tiles <= grid * split.row_tiles
+    blocks = min(tiles, split.blocks(call.num_sms))
+    one_round = tiles <= blocks * split.row_tiles
     sizes = {
         "TOKENS": tokens,
         "SEGMENTS": split.segments,
@@ -230,13 +238,13 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
         "K_WARPS": split.k_warps,
         "CHUNKS": split.chunks,
         "PARTS": split.parts,
-        "IS_WHOLE": int(split.parts * split.steps() == _ceil_div(weight.columns, form.step)),
+        "IS_WHOLE": int(split.parts * split.steps == _ceil_div(weight.columns, form.step)),
         "ONE_ROUND": int(one_round),
-        "BLOCKS_PER_SM": 2,
+        "BLOCKS_PER_SM": 2 if split.warps <= 12 or (one_round and split.segments == 1) else 1,
     }
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),
-        grid=(grid, split.parts, 1),
+        grid=(blocks, split.parts, 1),
         threads=split.warps * WARP,
         args=_product_args(call, x, weight, out),
         shared_bytes=split.shared_bytes(tokens, weight.columns, form, 1 if one_round else 2)[0],

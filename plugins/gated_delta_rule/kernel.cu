@@ -207,15 +207,19 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   // a lone one, whose slot is the first one as a rule.
   const int warp = threadIdx.x / WARP;
   const int64 probable_row = int64(blockIdx.y) * rows_each + warp;
-  RawRow probable;
-  if (IS_LONE) probable = load_new_row(operands, probable_row, warp < rows_each);
-  else if (warp < rows_each) prefetch_row(operands, probable_row);
+  const bool is_probable = warp < min(rows_each, CHUNK);
+  RawRow raws[ROUNDS];
+  if (IS_LONE) raws[0] = load_new_row(operands, probable_row, is_probable);
+  else if (is_probable) prefetch_row(operands, probable_row);
   __syncwarp();
   float state[ROWS][COLUMNS];
   if (IS_LONE) load_state(state, recurrent, true);
   int2 lengths;
   if (IS_LONE) lengths = *reinterpret_cast<const int2*>(committed_len);
   Step step = {locate_sequence(blockIdx.y, query_start_loc, seq_lens, slot_ids, num_seqs)};
+  const float rate = -expf(to_float(log_rate)), bias = to_float(raw_bias);
+  if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(gain);
+  if (IS_LONE && is_probable) stage_row(shared, warp, raws[0], rate, bias, true);
   if (IS_LONE) __syncthreads();  // else the compiler moves loads behind the exit
   const PackedSequence& sequence = step.sequence;
   if (sequence.length <= 0) return;
@@ -240,21 +244,17 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
                           KEY_DIM * VALUE_DIM * 4);
     }
   }
-  const float rate = -expf(to_float(log_rate)), bias = to_float(raw_bias);
-  if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(gain);
-  RawRow raws[ROUNDS];
+  const bool is_staged = IS_LONE && sequence.start == 0 && step.pending == 0;  // what the first round would stage
 #pragma unroll
-  for (int round = 0; round < ROUNDS; ++round) {
-    const bool is_loaded = IS_LONE && round == 0 && sequence.start == 0 && step.pending == 0 && warp < rows_each;
-    raws[round] = is_loaded ? probable : load_row(step, operands, round * WARPS + warp);
-  }
+  for (int round = 0; round < ROUNDS; ++round)
+    if (round > 0 || !is_staged) raws[round] = load_row(step, operands, round * WARPS + warp);
 #pragma unroll 1
   for (int first = 0; first < step.rows(); first += CHUNK) {
     const int count = min(CHUNK, step.rows() - first);
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
       const int j = round * WARPS + warp;
-      stage_row(shared, j, raws[round], rate, bias, j < count);
+      if (first + round > 0 || !is_staged) stage_row(shared, j, raws[round], rate, bias, j < count);
       if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raws[round]);
     }
     __syncthreads();
