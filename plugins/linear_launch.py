@@ -39,11 +39,6 @@ class WeightFormat:
     multiple: int
     most_tokens: int
 
-    @property
-    def step_bytes(self) -> float:
-        """Bytes of a row in a step."""
-        return 64 + (8 if self.name == "Nvfp4" else 0)
-
     def tile_scale_bytes(self, rows: int, columns: int) -> int:
         """Shared memory for the block scales of a tile."""
         if self.name == "Nvfp4":
@@ -128,7 +123,7 @@ MOST_SLOTS = 10
 """Steps of a warp that are on their way at once, a KiB each."""
 MOST_STAGED_BYTES = 56 * 1024
 """Of the tokens that a block keeps in shared memory."""
-MOST_PARTS, MOST_ROWS_IN_PARTS = 16, 8192
+MOST_PARTS, MOST_ROWS_IN_PARTS, MOST_PART_TILES = 16, 8192, 1024
 SCHEDULERS = 4
 """Of a multiprocessor, which share its warps. Costs are in steps of a warp, of which a scheduler does one at a time."""
 COST_OF_PARTS, COST_OF_A_PART = 10, 0.5
@@ -172,7 +167,7 @@ class Split:
         return self.k_warps * self.chunks * self.segments * self.depth
 
     def blocks(self, num_sms: int) -> int:
-        """Of a part: one a multiprocessor, beside which there is room for the next kernel's, whose weights come early."""
+        """Of a part: one a multiprocessor, with room for the next kernel's beside it, whose weights come early."""
         return max(num_sms // self.parts, 1)
 
     def shared_bytes(self, tokens: int, columns: int, form: WeightFormat, places: int) -> tuple[int, int]:
@@ -186,6 +181,7 @@ class Split:
 
 def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_sms: int) -> Split | None:
     """The split in which the busiest multiprocessor has the least to do, or None; ``tokens`` are 1, 2, 4 or 8."""
+
     def cost(split: Split) -> float:
         tiles = _ceil_div(_ceil_div(rows, split.tile_rows), split.blocks(num_sms))
         busiest = _ceil_div(tiles * split.k_warps, SCHEDULERS) * split.segments * split.depth
@@ -197,9 +193,11 @@ def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_
 
     def splits(parts: int, k_warps: int, chunks: int, warps: int) -> Iterator[Split]:
         of_warp = _ceil_div(_ceil_div(columns, form.step), parts * k_warps * chunks)
-        for depth in range(1, MOST_SLOTS + 1):
+        for depth in range(1, min(of_warp, MOST_SLOTS) + 1):
             split = Split(parts, _ceil_div(of_warp, depth), depth, k_warps, chunks, warps)
             keeps_busy = split.segments == 1 or warps * depth >= LEAST_SLOTS
+            if parts > 1 and _ceil_div(_ceil_div(rows, split.tile_rows), split.blocks(num_sms)) > MOST_PART_TILES:
+                continue
             if keeps_busy and sum(split.shared_bytes(tokens, columns, form, 2)) <= MAX_SHARED_BYTES:
                 yield split
 
