@@ -53,6 +53,7 @@ bench: setup
 bench-gpu: setup
 	$(BIN)/python benchmarks/run_kernels.py
 	$(BIN)/python benchmarks/decode_full_size.py tests/fixtures/released_config.json
+	$(BIN)/python benchmarks/prefill_full_size.py tests/fixtures/released_config.json
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info src/*.egg-info

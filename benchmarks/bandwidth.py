@@ -28,10 +28,10 @@ class Bandwidth:
 def measure_bandwidth() -> Bandwidth:
     source = torch.empty(_BYTES // 4, dtype=torch.float32, device="cuda").normal_()
     target = torch.empty_like(source)
-    return Bandwidth(2 * _BYTES / _seconds(lambda: target.copy_(source)), _BYTES / _seconds(source.amax))
+    return Bandwidth(2 * _BYTES / median_seconds(lambda: target.copy_(source)), _BYTES / median_seconds(source.amax))
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def median_seconds(work: Callable[[], object]) -> float:
     """Median of a few runs."""
     work()
     times = []

@@ -17,35 +17,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from bandwidth import Bandwidth, measure_bandwidth
-from full_size_program import choose_formats, make_program
+from full_size_model import PLE, PRECISIONS, FullSizeModel, make_programs
+from full_size_program import choose_formats
 from kernel_table import Kernels, profile_kernels
-from random_model import fill_states, random_weights
+from random_model import fill_states
 from results_file import append_result
 from step_bytes import StepBytes, mean_distinct_experts, step_bytes
 from torch import Tensor
 
 from qwen4exp_trt.builder.plan import DEVICES, ActivationMemory, PlanRequest
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.plugins.compile import architecture
-from qwen4exp_trt.runtime.backend import EagerBackend, allocate_states
+from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.decode_graphs import move_inputs
-from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
 
-PRECISIONS = ("nvfp4", "checkpoint")
-PLE = "nvfp4"
 SCENARIOS = ((1, 2048), (1, 32768), (1, 200_000), (4, 2048), (4, 32768), (16, 2048), (16, 32768))
 """Sequences and context."""
 QUICK_SCENARIOS = ((1, 2048), (1, 200_000))
@@ -104,16 +98,11 @@ NOTES = (
 )
 
 
-class Model:
-    """The released model in one precision, served from the GPU."""
+class Model(FullSizeModel):
+    """What decodes with filled caches."""
 
     def __init__(self, config: ModelConfig, precision: str, folder: Path) -> None:
-        self.config, self.precision = config, precision
-        self.program, device = load_program(folder), torch.device("cuda", torch.cuda.current_device())
-        states = allocate_states(self.program.states, NUM_BLOCKS, LIMITS.num_slots, device)
-        weights = random_weights(self.program, device)
-        self.backend = EagerBackend(self.program, states, weights, LIMITS, device)
-        self.core = EngineCore(self.backend, LIMITS, NUM_BLOCKS, config.vocab_size, (), None)
+        super().__init__(config, precision, folder, LIMITS, NUM_BLOCKS)
 
     def open_sequences(self, batch: int, context: int, new_tokens: int) -> list[RequestSequence]:
         """``batch`` sequences that have ``context`` tokens in their states and ``new_tokens`` to run."""
@@ -122,7 +111,7 @@ class Model:
         generator = torch.Generator().manual_seed(0)
         sequences = []
         for _ in range(batch):
-            ids = torch.randint(self.config.vocab_size, (context + new_tokens,), generator=generator)
+            ids = self.random_prompt(context + new_tokens, generator)
             sequence = self.core.make_sequence(None, ids, replace(params, max_tokens=STEPS + 1))
             sequence.num_computed = context
             sequences.append(sequence)
@@ -212,11 +201,7 @@ def _replay_ms(backend: EagerBackend, inputs: dict[str, Tensor]) -> float:
 def measure_precision(
     config: ModelConfig, precision: str, folder: Path, bandwidth: Bandwidth, scenarios: Sequence[tuple[int, int]]
 ) -> Iterator[Measurement]:
-    start = time.perf_counter()
     model = Model(config, precision, folder)
-    torch.cuda.synchronize()
-    weights = sum(weight.nbytes for weight in model.backend.weights.values())
-    print(f"{precision}: {weights / 2**30:.1f} GiB of weights, made in {time.perf_counter() - start:.1f} s", flush=True)
     print(HEADER, flush=True)
     tables = []
     for batch, context, rows in (*((*scenario, 1) for scenario in scenarios), (1, 2048, DRAFT_STEP_ROWS)):
@@ -251,22 +236,13 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="leave out the scenarios that no bar is about")
     args = parser.parse_args()
     config, precisions = ModelConfig.from_file(args.config), args.precision or list(PRECISIONS)
-    arch = architecture(torch.cuda.get_device_capability())
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     bandwidth = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: {bandwidth}", flush=True)
     measured: list[Measurement] = []
     scenarios = QUICK_SCENARIOS if args.quick else SCENARIOS
     with tempfile.TemporaryDirectory() as root:
-        start, folders = time.perf_counter(), [Path(root) / precision for precision in precisions]
-        with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-            jobs = [
-                pool.submit(make_program, args.config, precision, PLE, LIMITS, folder, arch, num_sms)
-                for precision, folder in zip(precisions, folders, strict=True)
-            ]
-            num_kernels = [job.result() for job in jobs]
-        print(f"programs and {num_kernels} kernels: {time.perf_counter() - start:.1f} s", flush=True)
-        for precision, folder in zip(precisions, folders, strict=True):
+        folders = make_programs(args.config, precisions, LIMITS, Path(root))
+        for precision, folder in folders.items():
             for each in measure_precision(config, precision, folder, bandwidth, scenarios):
                 append_result("decode_full_size", {**asdict(each), **asdict(bandwidth)})
                 measured.append(each)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-_ROUNDS = 3
 _NAME_WIDTH = 44
 _SHOWN_SHARE = 0.005
 """Of the step; what is below is shown in one line."""
@@ -59,12 +58,12 @@ class Kernels:
         return "\n".join(lines)
 
 
-def profile_kernels(step: Callable[[], object]) -> Kernels:
-    """The mean of a few calls of ``step``, copies and fills of memory included."""
+def profile_kernels(step: Callable[[], object], rounds: int = 3) -> Kernels:
+    """The mean of ``rounds`` calls of ``step``, copies and fills of memory included."""
     step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(_ROUNDS):
+        for _ in range(rounds):
             step()
             torch.cuda.synchronize()
     times: dict[str, KernelTime] = {}
@@ -73,9 +72,9 @@ def profile_kernels(step: Callable[[], object]) -> Kernels:
     for event in sorted(events, key=lambda event: event.time_range.end):
         start, end = event.time_range.start, event.time_range.end
         time = times.setdefault(_short(event.name), KernelTime(_short(event.name)))
-        time.calls += 1 / _ROUNDS
-        time.runs += (end - start) / _ROUNDS
-        time.adds += (end - max(last_end, start - _LONGEST_GAP)) / _ROUNDS
+        time.calls += 1 / rounds
+        time.runs += (end - start) / rounds
+        time.adds += (end - max(last_end, start - _LONGEST_GAP)) / rounds
         last_end = end
     for time in times.values():
         time.calls = round(time.calls, 2)

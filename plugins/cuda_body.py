@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +15,21 @@ from qwen4exp_trt.plugins.execute import execute, num_multiprocessors
 from qwen4exp_trt.plugins.kernels import NUM_SEMAPHORES, Plan
 from qwen4exp_trt.plugins.spec import OpSpec, element_shape
 
+_Value = TypeVar("_Value")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What all calls with operands of the same shapes share."""
+
+    plan: Plan
+    outputs: tuple[tuple[str, list[int], torch.dtype], ...]
+
+
+_MOST_KEPT = 8192
+"""Plans: prompts have chunks of any length, each of which makes some."""
 _plans: dict[Any, Plan] = {}
+_prepared: dict[Any, _Prepared] = {}
 
 
 def run_kernels(spec: OpSpec, args: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
@@ -22,21 +37,29 @@ def run_kernels(spec: OpSpec, args: Sequence[Any]) -> Tensor | tuple[Tensor, ...
     tensors, attrs = spec.split_args(args)
     device = tensors[spec.inputs[0].name].device
     tensors = {arg.name: _checked(spec, arg.name, tensors[arg.name], device, arg.mutated) for arg in spec.inputs}
+    operands = tensors.values()
+    key = (spec.name, *((each.shape, each.dtype) for each in operands), *map(_hashable, attrs.values()), device.index)
+    call = _prepared.get(key)
+    if call is None:
+        call = _keep(_prepared, key, _prepare(spec, tensors, attrs, device.index))
+    outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in call.outputs}
+    scratch = torch.empty(call.plan.scratch_bytes, dtype=torch.uint8, device=device)
+    pointers = {name: tensor.data_ptr() for name, tensor in (tensors | outputs).items()}
+    stream = torch.cuda.current_stream(device).cuda_stream
+    execute(call.plan, pointers, scratch.data_ptr(), semaphores(device.index).data_ptr(), device.index, stream)
+    return next(iter(outputs.values())) if len(outputs) == 1 else tuple(outputs.values())
+
+
+def _prepare(spec: OpSpec, tensors: Mapping[str, Tensor], attrs: Mapping[str, Any], device_index: int) -> _Prepared:
+    """Check the operands and plan the call."""
     bound = spec.check_operands(tensors, attrs)
     elements = {name: element_shape(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    plan = cached_plan(spec, elements, dtypes, attrs, num_multiprocessors(device.index))
-    outputs = {
-        arg.name: torch.empty(shape, dtype=dtype, device=device)
-        for arg, shape, dtype in zip(
-            spec.outputs, spec.output_shapes(bound), spec.output_dtypes(list(dtypes.values()), attrs), strict=True
-        )
-    }
-    scratch = torch.empty(plan.scratch_bytes, dtype=torch.uint8, device=device)
-    pointers = {name: tensor.data_ptr() for name, tensor in (tensors | outputs).items()}
-    stream = torch.cuda.current_stream(device).cuda_stream
-    execute(plan, pointers, scratch.data_ptr(), semaphores(device.index).data_ptr(), device.index, stream)
-    return next(iter(outputs.values())) if len(outputs) == 1 else tuple(outputs.values())
+    plan = cached_plan(spec, elements, dtypes, attrs, num_multiprocessors(device_index))
+    results = zip(
+        spec.outputs, spec.output_shapes(bound), spec.output_dtypes(list(dtypes.values()), attrs), strict=True
+    )
+    return _Prepared(plan, tuple((arg.name, shape, dtype) for arg, shape, dtype in results))
 
 
 def cached_plan(
@@ -47,11 +70,21 @@ def cached_plan(
     num_sms: int,
 ) -> Plan:
     """`OpSpec.plan`, made once for equal arguments."""
-    values = tuple(tuple(value) if isinstance(value, list) else value for value in attrs.values())
+    values = tuple(map(_hashable, attrs.values()))
     key = (spec.name, tuple(map(tuple, shapes.values())), tuple(dtypes.values()), values, num_sms)
-    if key not in _plans:
-        _plans[key] = spec.plan(shapes, dtypes, attrs, num_sms)
-    return _plans[key]
+    plan = _plans.get(key)
+    return plan or _keep(_plans, key, spec.plan(shapes, dtypes, attrs, num_sms))
+
+
+def _keep(cached: dict[Any, _Value], key: Any, value: _Value) -> _Value:
+    if len(cached) >= _MOST_KEPT:
+        cached.clear()
+    cached[key] = value
+    return value
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,10 @@ def execute(
     ``pointers``: the device address of every operand and output. ``scratch`` addresses ``plan.scratch_bytes``,
     ``semaphores`` as many zeroed uint32 as `NUM_SEMAPHORES`.
     """
-    for launch in plan.launches:
-        kernel, config, fixed = _prepared(launch, device_index)
+    launch, on = _core().launch, _stream(stream)
+    for kernel, config, fixed in _prepared_launches(plan, device_index):
         args = [_address(arg, pointers, scratch, semaphores) if value is None else value for arg, value in fixed]
-        _core().launch(_stream(stream), config, kernel, *args)
+        launch(on, config, kernel, *args)
 
 
 def _address(arg: Any, pointers: Mapping[str, int], scratch: int, semaphores: int) -> int:
@@ -49,7 +49,11 @@ def _address(arg: Any, pointers: Mapping[str, int], scratch: int, semaphores: in
     return scratch + arg.offset if isinstance(arg, ScratchRef) else semaphores + 4 * arg.index
 
 
-@cache
+@lru_cache(8192)
+def _prepared_launches(plan: Plan, device_index: int) -> list[tuple[Any, Any, list[tuple[Any, Any]]]]:
+    return [_prepared(launch, device_index) for launch in plan.launches]
+
+
 def _prepared(launch: Launch, device_index: int) -> tuple[Any, Any, list[tuple[Any, Any]]]:
     """The loaded kernel, its configuration, and each argument with its value, None for an address."""
     kernel = _load(launch.kernel, device_index)

@@ -118,9 +118,9 @@ class Call:
 Launcher = Callable[[Call], Iterable[Launch]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
-    """The launches of one call and the bytes of workspace that they share."""
+    """The launches of one call and the bytes of workspace that they share. Made once, it is kept and executed often."""
 
     launches: tuple[Launch, ...]
     scratch_bytes: int

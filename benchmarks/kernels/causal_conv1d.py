@@ -14,7 +14,7 @@ LAYERS = 36
 
 
 def measure() -> Iterator[Timing]:
-    for sequences, rows in ((1, 1), (8, 1), (32, 1), (128, 1), (1, 4), (8, 4), (1, 2048)):
+    for sequences, rows in ((1, 1), (8, 1), (32, 1), (128, 1), (1, 4), (8, 4), (1, 2048), (1, 8192)):
         work = partial(torch.ops.q4e.causal_conv1d, *_operands(sequences, rows))
         yield cold(f"causal_conv1d B={sequences} T={rows}", work, _num_bytes(sequences, rows))
     works = [partial(torch.ops.q4e.causal_conv1d, *_operands(1, 1)) for _ in range(LAYERS)]

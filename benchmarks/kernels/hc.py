@@ -21,9 +21,9 @@ Read = tuple[Tensor, Tensor, Tensor]
 
 
 def measure() -> Iterator[Timing]:
-    for tokens in (1, 8, 2048):
+    for tokens in (1, 8, 2048, 8192):
         yield from _elementwise(tokens)
-    for tokens in (1, 8, 64, 512, 2048):
+    for tokens in (1, 8, 64, 512, 2048, 8192):
         yield from _products(tokens)
     yield from _chains()
 

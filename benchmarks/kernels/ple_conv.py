@@ -19,7 +19,7 @@ def measure() -> Iterator[Timing]:
 
     gains = [torch.rand(WIDTH, device="cuda") + 0.5 for _ in range(3)]
     weight, state = normal(WIDTH, TAPS), normal(64, RING, WIDTH)
-    for sequences, rows in ((1, 1), (1, 4), (1, 8), (8, 1), (64, 1), (64, 8), (1, 2048)):
+    for sequences, rows in ((1, 1), (1, 4), (1, 8), (8, 1), (64, 1), (64, 8), (1, 2048), (1, 8192)):
         tokens = sequences * rows
         operands = normal(tokens, WIDTH), normal(tokens, WIDTH), normal(tokens, HIDDEN)
         metadata = (

@@ -37,7 +37,7 @@ def measure() -> Iterator[Timing]:
             is_mapped = [where == "host" and len(tensor) == NUM_ROWS for tensor in tensors]
             pairs = zip(tensors, is_mapped, strict=True)
             table = [map_into_gpu(t, "table") if mapped else t.cuda() for t, mapped in pairs]
-            for tokens in (1, 8, 64, 512):
+            for tokens in (1, 8, 64, 512, 8192):
                 rows = torch.randint(NUM_ROWS, (tokens, HEADS), device="cuda")
                 args = [rows, *table, *([] if op == "ple_gather" else ["bfloat16"])]
                 num_bytes = tokens * HEADS * (8 + row_bytes + 2 * WIDTH)

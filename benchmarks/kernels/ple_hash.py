@@ -16,7 +16,7 @@ def measure() -> Iterator[Timing]:
     sizes = 20_000_003 + 10 * torch.arange(HEADS)
     constants = [value.cuda() for value in (torch.tensor(MULTIPLIERS), sizes, sizes.cumsum(0) - sizes)]
     state = torch.zeros(64, 10, dtype=torch.int32, device="cuda")
-    for sequences, rows in ((1, 1), (1, 8), (64, 1), (64, 8), (1, 2048)):
+    for sequences, rows in ((1, 1), (1, 8), (64, 1), (64, 8), (1, 2048), (1, 8192)):
         tokens = sequences * rows
         metadata = (
             rows * torch.arange(sequences + 1),

@@ -9,8 +9,11 @@
 //     o_j     = G_j w_j + sum_{i<=j} D_ij (k_i.q_j) delta_i
 // So however many rows a step has, the state is read once, and written once: after the last row that is committed.
 //
-// K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: half of the ring's rows; SILU_GATE: 0 or 1; ACTIVATION: bf16 or float;
-// PART: elements of a row moved at once, 2 or 4; ROWS, MIN_BLOCKS, SHARED_BYTES: geometry of the launch.
+// K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: half of the ring's rows; LONGEST: rows of a
+// sequence at most, longer ones are left to other kernels; SILU_GATE: 0 or 1; ACTIVATION: bf16 or float;
+// PART: elements of a row moved at once, 2 or 4; IS_LONE: whether there is one sequence, of few rows; ROWS, MIN_BLOCKS,
+// SHARED_BYTES: geometry of the launch. `rows_each`: rows of the batch for a sequence; `blocks_ahead`: how many blocks
+// the multiprocessors hold.
 #include "q4e.cuh"
 #include "gated_delta_rule/rows.cuh"
 
@@ -174,19 +177,6 @@ __device__ __forceinline__ void store_outputs(const Shared& shared, int from, in
   }
 }
 
-// How many tokens the state holds: the larger of the latest two lengths that is not beyond the context.
-__device__ __forceinline__ int held_length(int2 lengths, int context) {
-  return max(lengths.x <= context ? lengths.x : 0, lengths.y <= context ? lengths.y : 0);
-}
-
-// Over the older length. It is beyond the context, so blocks that have yet to read the two are not misled.
-__device__ __forceinline__ void store_length(int* committed_len, int2 lengths, int held, int context, int length) {
-  if (context == 0)
-    *reinterpret_cast<int2*>(committed_len) = make_int2(length, 0);
-  else
-    committed_len[lengths.x == held ? 1 : 0] = length;
-}
-
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIVATION* ba, const ACTIVATION* A_log,
                  const ACTIVATION* dt_bias, const ACTIVATION* norm_weight, float* recurrent_state,
@@ -222,7 +212,7 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   if (IS_LONE && is_probable) stage_row(shared, warp, raws[0], rate, bias, true);
   if (IS_LONE) __syncthreads();  // else the compiler moves loads behind the exit
   const PackedSequence& sequence = step.sequence;
-  if (sequence.length <= 0) return;
+  if (sequence.length <= 0 || sequence.length > LONGEST) return;
   committed_len += 2 * sequence.slot;
   recurrent += int64(sequence.slot) * (V_HEADS * KEY_DIM * VALUE_DIM);
   if (!IS_LONE || sequence.slot != 0 || sequence.context == 0) {
@@ -239,7 +229,7 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     const int other = blockIdx.y * V_HEADS + my_head() + blocks_ahead;
     if (other / V_HEADS < int(gridDim.y)) {
       const PackedSequence next = locate_sequence(other / V_HEADS, query_start_loc, seq_lens, slot_ids, num_seqs);
-      if (next.length > 0 && next.context > 0)
+      if (next.length > 0 && next.length <= LONGEST && next.context > 0)
         prefetch_l2_bytes(recurrent_state + (int64(next.slot) * V_HEADS + other % V_HEADS) * (KEY_DIM * VALUE_DIM),
                           KEY_DIM * VALUE_DIM * 4);
     }

@@ -1,6 +1,7 @@
 // The rows of a step of the gated delta rule: loaded, normalized and laid out in shared memory, kept where they may be
 // taken back. The macros are those of kernel.cu.
 #pragma once
+#include "gated_delta_rule/layout.cuh"
 #include "packed_sequence.cuh"
 #include "vector.cuh"
 
@@ -9,10 +10,6 @@ constexpr int ROW_GROUPS = ceil_div(KEY_DIM, ROWS * ROW_LANES), COLUMN_GROUPS = 
 constexpr int KEYS = ROW_GROUPS * ROWS * ROW_LANES, VALUES = COLUMN_GROUPS * WARP;  // padded dims
 constexpr int WARPS = ROW_GROUPS * COLUMN_GROUPS, BLOCK = WARPS * WARP;
 constexpr int ROUNDS = ceil_div(CHUNK, WARPS);  // in which the warps take the rows of a chunk
-constexpr int KEY_WIDTH = K_HEADS * KEY_DIM, VALUE_WIDTH = V_HEADS * VALUE_DIM;
-constexpr int CONV_WIDTH = 2 * KEY_WIDTH + VALUE_WIDTH, DRAFT_WIDTH = KEY_WIDTH + VALUE_WIDTH + 2 * V_HEADS;
-constexpr int REPEATS = V_HEADS / K_HEADS;  // value heads of a key head
-constexpr float L2_EPS = 1e-6f;
 
 struct Shared {
   float k[CHUNK][KEYS], q[CHUNK][KEYS];          // normalized; q scaled

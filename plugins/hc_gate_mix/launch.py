@@ -14,6 +14,11 @@ WARPS = 5
 
 _STAGE = 64
 _BLOCKS_PER_SM = 2
+_MORE_THAN_FEW, _MANY_STREAMS, _MANY_MAX_RANK = 33, 4, 320
+"""Tokens from which on, and shapes for which, the kernel for many tokens is taken."""
+_MANY_COLUMNS, _MANY_WARPS, _MANY_STAGE, _MANY_STAGES = 64, 8, 16, 4
+_MOST_TOKEN_BLOCKS, _START_COST = 16, 4
+"""Blocks along the tokens, and what it costs one to load its weights, in stages."""
 _ANY_WARPS = 8
 
 
@@ -72,6 +77,8 @@ def gate_mix(call: Call, mix: GatedMix) -> Launch:
             threads=_ANY_WARPS * 32,
             args=(mix.lowrank, mix.up_weight, mix.normed, mix.mixed),
         )
+    if mix.tokens >= _MORE_THAN_FEW and _many_fits(mix):
+        return _many_tokens(call, mix)
     stage = TILE_TOKENS if mix.tokens <= TILE_TOKENS else _STAGE
     columns = column_blocks(mix.hidden, mix.streams)
     most = max(_BLOCKS_PER_SM * call.num_sms // columns, 1)
@@ -81,4 +88,25 @@ def gate_mix(call: Call, mix: GatedMix) -> Launch:
         threads=WARPS * 32,
         args=(mix.lowrank, mix.up_weight, mix.normed, mix.mixed, mix.tokens),
         shared_bytes=lowrank_bytes(mix.rank, stage),
+    )
+
+
+def _many_fits(mix: GatedMix) -> bool:
+    return mix.streams == _MANY_STREAMS and mix.rank <= _MANY_MAX_RANK and mix.hidden % 8 == 0
+
+
+def _many_tokens(call: Call, mix: GatedMix) -> Launch:
+    columns, stages = -(-mix.hidden // _MANY_COLUMNS), -(-mix.tokens // _MANY_STAGE)
+
+    def time(blocks: int) -> int:
+        """In stages, of so many blocks along the tokens."""
+        return -(-columns * blocks // call.num_sms) * (-(-stages // blocks) + _START_COST)
+
+    stage_bytes = 2 * _MANY_STAGE * (mix.rank + mix.streams * _MANY_COLUMNS + 8)
+    return Launch(
+        Kernel("hc_gate_mix/many_tokens.cu", "hc_gate_mix_many_tokens", mix.defines),
+        grid=(columns, min(range(1, min(stages, _MOST_TOKEN_BLOCKS) + 1), key=time), 1),
+        threads=_MANY_WARPS * 32,
+        args=(mix.lowrank, mix.up_weight, mix.normed, mix.mixed, mix.tokens),
+        shared_bytes=_MANY_STAGES * stage_bytes,
     )

@@ -14,11 +14,13 @@ FEW_TOKENS = 32
 """Up to here a weight in registers meets all tokens; beyond, tiles of both go through shared memory."""
 
 FEW_WARPS = 10
-_MAX_TILES, _STEP, _MANY_THREADS = 7, 64, 128
-_MAX_BLOCK_TOKENS = 128
-_STAGES = {64: 4, _MAX_BLOCK_TOKENS: 3}
-"""Tokens of a block -> stages of its pipeline, as many as fit into shared memory."""
-_MAX_SPLITS, _MIN_STEPS = 40, 4
+_MANY_THREADS, _ROW_WARPS, _MAX_ROW_TILES = 384, 6, 7
+"""Of the kernel for many tokens: warps that share the weight rows of a block, and each one's tiles of eight."""
+_BLOCK_TOKENS = (64, 128)
+_STAGES = 3
+_MAX_SPLITS, _MIN_STEPS = 40, 8
+_SPLIT_COST = 0.08
+"""Of one more split, whose sums are written and read, for a block on each multiprocessor: in times of such a block."""
 _ANY_WARPS = 8
 
 
@@ -76,31 +78,36 @@ def _few_tokens(call: Call, p: Projection) -> Launch:
 
 
 def _many_tokens(call: Call, p: Projection) -> Iterator[Launch]:
-    block_tokens = next(count for count in _STAGES if count >= p.tokens or count == _MAX_BLOCK_TOKENS)
-    row_tiles, token_blocks, stages = p.padded_rows // TILE_ROWS, -(-p.tokens // block_tokens), _STAGES[block_tokens]
-    groups = -(-row_tiles // _MAX_TILES)
-    tiles = -(-row_tiles // groups)
-    wanted = max(2 * call.num_sms // groups, 1)  # splits of one block of tokens
-    most = max(min(_MAX_SPLITS, -(-p.width // _STEP) // _MIN_STEPS), 1)
-    splits = max(min(wanted // token_blocks, most), 1)
+    block_tokens = next(count for count in _BLOCK_TOKENS if count >= p.tokens or count == _BLOCK_TOKENS[-1])
+    row_tiles, token_blocks = -(-p.rows // 8), -(-p.tokens // block_tokens)
+    groups = -(-row_tiles // (_ROW_WARPS * _MAX_ROW_TILES))
+    tiles = -(-row_tiles // (_ROW_WARPS * groups))
+    most = max(min(_MAX_SPLITS, p.width // CHUNK // _MIN_STEPS, 2 * call.num_sms // token_blocks), 1)
+    splits = min(range(1, most + 1), key=lambda count: _time(call, groups * token_blocks, count))
     # As much as any smaller step takes, which has more splits of fewer tokens.
-    partial = call.scratch(max(min(most * p.tokens, wanted * _MAX_BLOCK_TOKENS), p.tokens * p.streams), p.padded_rows)
-    defines = (("ROWS", p.rows), ("WIDTH", p.width), ("STREAMS", p.streams), ("TILES", tiles))
-    defines += (("BLOCK_TOKENS", block_tokens), ("STAGES", stages))
+    sums = min(_MAX_SPLITS * p.tokens, 2 * call.num_sms * _BLOCK_TOKENS[-1])
+    partial = call.scratch(max(sums, p.tokens * p.streams), p.padded_rows)
+    defines = (("ROWS", p.rows), ("WIDTH", p.width), ("STREAMS", p.streams))
+    defines += (("TOKEN_TILES", block_tokens // 32), ("ROW_TILES", tiles), ("STAGES", _STAGES))
     source = "hc_project/many_tokens.cu"
     yield Launch(
         Kernel(source, "hc_project_many_tokens", defines),
         grid=(token_blocks, groups, splits),
         threads=_MANY_THREADS,
         args=(p.normed, p.weight, partial, p.tokens),
-        shared_bytes=stages * (block_tokens + tiles * TILE_ROWS) * _STEP * 2,
+        shared_bytes=_STAGES * (block_tokens + _ROW_WARPS * tiles * 8) * CHUNK * 2,
     )
     yield Launch(
         Kernel(source, "hc_project_add_splits", defines),
-        grid=(-(-p.tokens * p.padded_rows // _MANY_THREADS), 1, 1),
+        grid=(-(-p.tokens * p.padded_rows // 4 // _MANY_THREADS), 1, 1),
         threads=_MANY_THREADS,
         args=(partial, p.lowrank, p.inject, p.tokens, splits),
     )
+
+
+def _time(call: Call, blocks: int, splits: int) -> float:
+    """Of ``blocks`` that each are ``splits`` ones with a share of the columns, a multiprocessor for each."""
+    return -(-blocks * splits // call.num_sms) / splits + _SPLIT_COST * splits * blocks / call.num_sms
 
 
 def _any_shape(p: Projection) -> Launch:

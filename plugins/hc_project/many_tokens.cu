@@ -1,108 +1,139 @@
-// The thin projections for many tokens, as a product of tiles: BLOCK_TOKENS by TILES * 16 weight rows, and for each
-// such tile a few blocks that share the columns. A second kernel adds these up.
-// ROWS, WIDTH: of the weight; STREAMS; TILES of 16 rows, BLOCK_TOKENS (64 or 128) and STAGES of a block; bf16 only.
+// The thin projections for many tokens, as a product of tiles: a block has TOKEN_TILES * 32 tokens and all weight rows, up
+// to 336, so that the stack is read once; a few blocks share the columns of a tile. A second kernel adds these up.
+// ROWS, WIDTH: of the weight, whole steps of 32 columns; STREAMS; TOKEN_TILES of 16 tokens and ROW_TILES of 8 weight rows
+// a warp; STAGES of the pipeline; bf16 only.
 #include "hc_project/outputs.cuh"
 
-constexpr int WARPS = 4, THREADS = WARPS * WARP;
-constexpr int BLOCK_ROWS = TILES * 16, TOKEN_TILES = BLOCK_TOKENS / WARPS / 8;
-constexpr int STEP = 64, VECTORS = STEP / 8;  // columns a stage, and vectors of 8 in them
-constexpr int STAGE_ROWS = BLOCK_TOKENS + BLOCK_ROWS;
-constexpr int PADDED_ROWS = ceil_div(ROWS, 16) * 16, STEPS = ceil_div(WIDTH, STEP);
+constexpr int TOKEN_WARPS = 2, ROW_WARPS = 6, WARPS = TOKEN_WARPS * ROW_WARPS, THREADS = WARPS * WARP;
+constexpr int WARP_TOKENS = TOKEN_TILES * 16, WARP_ROWS = ROW_TILES * 8;
+constexpr int BLOCK_TOKENS = TOKEN_WARPS * WARP_TOKENS, BLOCK_ROWS = ROW_WARPS * WARP_ROWS;
+constexpr int STEP = 32, VECTORS = STEP / 8, STEPS = WIDTH / STEP;  // columns a stage, and vectors of 8 in them
+constexpr int PADDED_ROWS = ceil_div(ROWS, 16) * 16;
+constexpr int STAGE_VECTORS = (BLOCK_TOKENS + BLOCK_ROWS) * VECTORS;
+static_assert(WIDTH % STEP == 0 && BLOCK_TOKENS % 8 == 0 && THREADS % 32 == 0, "whole steps; rows keep their banks");
 
-// Where vector `v` of row `row` lies in a stage: two rows that a quarter of a warp reads together share no bank.
-__device__ __forceinline__ int swizzled(int row, int v) { return row * VECTORS + (v ^ (row & 1) << 2); }
+// Where vector `v` of row `row` is, both of the stage or of eight rows in it: no two of the eight share a bank.
+__device__ __forceinline__ int swizzled(int row, int v) { return row * VECTORS + (v ^ (row / 2) % VECTORS); }
 
-// Copies rows `from` up to `to` of a stage, first the tokens' and then the weight's.
-__device__ __forceinline__ void copy_rows(uint4* stage, const bf16* normed, const bf16* weight, int step, int tokens,
-                                          int from, int to) {
-  const int64 first_token = int64(blockIdx.x) * BLOCK_TOKENS;
-  const int first_row = blockIdx.y * BLOCK_ROWS;
-#pragma unroll 4
-  for (int i = from * VECTORS + threadIdx.x; i < to * VECTORS; i += THREADS) {
-    const int row = i / VECTORS, column = step * STEP + i % VECTORS * 8;
-    const bool is_token = row < BLOCK_TOKENS;
-    const int64 source = is_token ? first_token + row : first_row + row - BLOCK_TOKENS;
-    const bool valid = source < (is_token ? tokens : ROWS) && column < WIDTH;
-    const bf16* base = is_token ? normed : weight;
-    copy_async_16(stage + swizzled(row, i % VECTORS), valid ? base + source * WIDTH + column : base, valid);
+// Copies COUNT rows of `from` to a stage, of which `rows` exist; the last one stands for those behind it, since what they
+// give is not stored. Where a thread's vectors are in the first step is kept, in bytes.
+template <int COUNT>
+struct RowCopies {
+  static constexpr int ITEMS = ceil_div(COUNT * VECTORS, THREADS);
+  const bf16* from;
+  uint32 offsets[ITEMS];
+
+  __device__ __forceinline__ RowCopies(const bf16* source, int64 first, int64 rows) : from(source + first * WIDTH) {
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+      const int64 row = (i * THREADS + int(threadIdx.x)) / VECTORS, last = rows - first - 1;
+      offsets[i] = uint32((row < last ? row : last) * WIDTH + threadIdx.x % VECTORS * 8) * uint32(sizeof(bf16));
+    }
   }
-}
+  __device__ __forceinline__ void copy(uint4* to, int step) const {
+    const char* base = reinterpret_cast<const char*>(from + step * STEP);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+      if ((i + 1) * THREADS <= COUNT * VECTORS || i * THREADS + int(threadIdx.x) < COUNT * VECTORS)
+        copy_async_16(to + i * THREADS + swizzled(threadIdx.x / VECTORS, threadIdx.x % VECTORS), base + offsets[i]);
+  }
+};
 
-// One stage: [BLOCK_ROWS, STEP] times [STEP, the warp's tokens].
-__device__ __forceinline__ void multiply_stage(const uint4* stage, float (&sums)[TILES][TOKEN_TILES][4]) {
-  const int group = threadIdx.x % WARP / 4, part = threadIdx.x % 4;
-  const int token = threadIdx.x / WARP * TOKEN_TILES * 8 + group;
+// One stage: [the warp's tokens, STEP] times [STEP, its weight rows]. `tokens` and `rows` are the first
+// rows of each in the stage.
+__device__ __forceinline__ void multiply_stage(const uint4* tokens, const uint4* rows, int lane,
+                                               float (&sums)[TOKEN_TILES][ROW_TILES][4]) {
+  uint32 last[4];  // the tile that has no neighbour: all its columns
+  if (ROW_TILES % 2) load_matrices(last, rows + (ROW_TILES - 1) * 8 * VECTORS + swizzled(lane % 8, lane / 8));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    uint4 x[TOKEN_TILES];
+    uint32 left[TOKEN_TILES][4];
 #pragma unroll
-    for (int j = 0; j < TOKEN_TILES; ++j) x[j] = stage[swizzled(token + 8 * j, half * 4 + part)];
+    for (int i = 0; i < TOKEN_TILES; ++i)
+      load_matrices(left[i], tokens + i * 16 * VECTORS + swizzled(lane % 16, half * 2 + lane / 16));
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      const int row = BLOCK_TOKENS + i * 16 + group;
-      const uint4 low = stage[swizzled(row, half * 4 + part)], high = stage[swizzled(row + 8, half * 4 + part)];
-      const uint32 first[4] = {low.x, high.x, low.y, high.y}, second[4] = {low.z, high.z, low.w, high.w};
+    for (int j = 0; j < ROW_TILES / 2; ++j) {
+      uint32 right[4];
+      load_matrices(right, rows + j * 16 * VECTORS + swizzled(lane / 16 * 8 + lane % 8, half * 2 + lane / 8 % 2));
 #pragma unroll
-      for (int j = 0; j < TOKEN_TILES; ++j) {
-        const uint32 first_x[2] = {x[j].x, x[j].y}, second_x[2] = {x[j].z, x[j].w};
-        mma_16x8x16(sums[i][j], first, first_x);
-        mma_16x8x16(sums[i][j], second, second_x);
+      for (int i = 0; i < TOKEN_TILES; ++i) {
+        mma_16x8x16(sums[i][2 * j], left[i], right);
+        mma_16x8x16(sums[i][2 * j + 1], left[i], right + 2);
       }
+    }
+    if (ROW_TILES % 2) {
+#pragma unroll
+      for (int i = 0; i < TOKEN_TILES; ++i) mma_16x8x16(sums[i][ROW_TILES - 1], left[i], last + 2 * half);
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
 hc_project_many_tokens(const bf16* normed, const bf16* weight, float* partial, int tokens) {
-  DYNAMIC_SHARED(uint4, stages);  // [STAGES, STAGE_ROWS, VECTORS]
+  DYNAMIC_SHARED(uint4, stages);  // [STAGES, BLOCK_TOKENS + BLOCK_ROWS, VECTORS]
   const int begin = blockIdx.z * STEPS / gridDim.z, end = (blockIdx.z + 1) * STEPS / gridDim.z;
+  const int64 first_token = int64(blockIdx.x) * BLOCK_TOKENS;
+  const int first_row = blockIdx.y * BLOCK_ROWS;
+  const RowCopies<BLOCK_ROWS> row_copies(weight, first_row, ROWS);
+  const RowCopies<BLOCK_TOKENS> token_copies(normed, first_token, tokens);
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s)
-    if (begin + s < end)
-      copy_rows(stages + s * STAGE_ROWS * VECTORS, normed, weight, begin + s, tokens, BLOCK_TOKENS, STAGE_ROWS);
+    if (begin + s < end) row_copies.copy(stages + s * STAGE_VECTORS + BLOCK_TOKENS * VECTORS, begin + s);
   wait_for_previous();
   start_next();
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) {
-    if (begin + s < end)
-      copy_rows(stages + s * STAGE_ROWS * VECTORS, normed, weight, begin + s, tokens, 0, BLOCK_TOKENS);
+    if (begin + s < end) token_copies.copy(stages + s * STAGE_VECTORS, begin + s);
     commit_copies();
   }
-  float sums[TILES][TOKEN_TILES][4] = {};
+  const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const int warp_token = warp % TOKEN_WARPS * WARP_TOKENS, warp_row = warp / TOKEN_WARPS * WARP_ROWS;
+  const uint4* own_tokens = stages + warp_token * VECTORS;
+  const uint4* own_rows = stages + (BLOCK_TOKENS + warp_row) * VECTORS;
+  float sums[TOKEN_TILES][ROW_TILES][4] = {};
+  int stage = 0, filled = STAGES - 1;
   for (int step = begin; step < end; ++step) {
     wait_copies<STAGES - 2>();
     __syncthreads();  // also: everyone has read the stage that is filled next
-    const int next = step + STAGES - 1;
-    if (next < end)
-      copy_rows(stages + (next - begin) % STAGES * STAGE_ROWS * VECTORS, normed, weight, next, tokens, 0, STAGE_ROWS);
+    if (step + STAGES - 1 < end) {
+      uint4* to = stages + filled * STAGE_VECTORS;
+      token_copies.copy(to, step + STAGES - 1);
+      row_copies.copy(to + BLOCK_TOKENS * VECTORS, step + STAGES - 1);
+    }
     commit_copies();
-    multiply_stage(stages + (step - begin) % STAGES * STAGE_ROWS * VECTORS, sums);
+    multiply_stage(own_tokens + stage * STAGE_VECTORS, own_rows + stage * STAGE_VECTORS, lane, sums);
+    stage = stage + 1 == STAGES ? 0 : stage + 1, filled = filled + 1 == STAGES ? 0 : filled + 1;
   }
-  const int group = threadIdx.x % WARP / 4, part = threadIdx.x % 4;
   float* to = partial + int64(blockIdx.z) * tokens * PADDED_ROWS;
 #pragma unroll
-  for (int i = 0; i < TILES; ++i)
+  for (int i = 0; i < TOKEN_TILES * 2; ++i) {
+    const int64 token = first_token + warp_token + i * 8 + lane / 4;
+    if (token >= tokens) continue;
 #pragma unroll
-    for (int j = 0; j < TOKEN_TILES; ++j)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const int tile = threadIdx.x / WARP * TOKEN_TILES + j;
-        const int64 token = int64(blockIdx.x) * BLOCK_TOKENS + tile * 8 + part * 2 + k % 2;
-        const int row = blockIdx.y * BLOCK_ROWS + i * 16 + group + k / 2 * 8;
-        if (token < tokens && row < PADDED_ROWS) to[token * PADDED_ROWS + row] = sums[i][j][k];
-      }
+    for (int j = 0; j < ROW_TILES; ++j) {
+      const int row = first_row + warp_row + j * 8 + lane % 4 * 2;
+      const float* pair = sums[i / 2][j] + i % 2 * 2;
+      if (row < PADDED_ROWS) *reinterpret_cast<float2*>(to + token * PADDED_ROWS + row) = make_float2(pair[0], pair[1]);
+    }
+  }
 }
 
-// Adds up the splits, a thread for each row of each token.
+// Adds up the splits, a thread for four rows of a token.
 extern "C" __global__ void __launch_bounds__(THREADS)
 hc_project_add_splits(const float* partial, bf16* lowrank, bf16* inject, int tokens, int splits) {
-  const int64 item = int64(blockIdx.x) * THREADS + threadIdx.x, token = item / PADDED_ROWS;
-  const int row = item % PADDED_ROWS;
+  constexpr int QUADS = PADDED_ROWS / 4;
+  const int64 item = int64(blockIdx.x) * THREADS + threadIdx.x, token = item / QUADS;
+  const int row = item % QUADS * 4;
   wait_for_previous();
   start_next();
-  if (token >= tokens || row >= ROWS) return;
-  float sum = 0.f;
-#pragma unroll 8
-  for (int split = 0; split < splits; ++split) sum += __ldcg(partial + split * int64(tokens) * PADDED_ROWS + item);
-  store_projection(sum, token, row, ROWS - STREAMS, STREAMS, lowrank, inject);
+  if (token >= tokens) return;
+  float sums[4] = {};
+#pragma unroll 4
+  for (int split = 0; split < splits; ++split) {
+    const float4 part = __ldcg(reinterpret_cast<const float4*>(partial + split * int64(tokens) * PADDED_ROWS) + item);
+    sums[0] += part.x, sums[1] += part.y, sums[2] += part.z, sums[3] += part.w;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (row + i < ROWS) store_projection(sums[i], token, row + i, ROWS - STREAMS, STREAMS, lowrank, inject);
 }

@@ -52,6 +52,28 @@ __device__ __forceinline__ uint32 pack_bf16(float low, float high) {
 #endif
 }
 
+// The same of fp16, for operands that are bounded: eight times as exact as bf16. Above 65504 it is infinity.
+__device__ __forceinline__ uint32 pack_fp16(float low, float high) {
+#ifdef Q4E_EMULATE
+  return emulator::fp16_bits(low) | uint32(emulator::fp16_bits(high)) << 16;
+#else
+  uint32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#endif
+}
+__device__ __forceinline__ float2 unpack_fp16(uint32 pair) {
+#ifdef Q4E_EMULATE
+  return {emulator::fp16_value(pair), emulator::fp16_value(pair >> 16)};
+#else
+  float2 values;
+  asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(pair));
+  return values;
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ T from_float(float x);
 template <>
@@ -184,6 +206,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 #endif
 }
+// To 5e-4 of its value, by one instruction.
+__device__ __forceinline__ float tanh_approx(float x) {
+#ifdef Q4E_EMULATE
+  return tanhf(x);
+#else
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.f, 1.f + __expf(-x)); }
 __device__ __forceinline__ float silu(float x) { return x * sigmoid(x); }
 // log(1 + exp(x)), as torch: x itself above 20.
@@ -301,6 +333,55 @@ __device__ __forceinline__ void mma_16x8x16(float c[4], const uint32 a[4], const
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#endif
+}
+
+// The same of fp16 operands.
+__device__ __forceinline__ void mma_16x8x16_fp16(float c[4], const uint32 a[4], uint32 b_low, uint32 b_high) {
+#ifdef Q4E_EMULATE
+  const uint32 b[2] = {b_low, b_high};
+  emulator::mma_16x8x16<emulator::fp16_value>(c, a, b);
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
+#endif
+}
+
+// Four 8 x 8 matrices of 16-bit values in shared memory: lane 8 i + r has the address of row r, 16 bytes, of matrix i.
+// values[i] are columns 2t, 2t + 1 of row g of matrix i: A or B operands of `mma_16x8x16`.
+__device__ __forceinline__ void load_matrices(uint32 values[4], const void* row) {
+#ifdef Q4E_EMULATE
+  const auto rows = emulator::exchange(row).first;
+  const int lane = threadIdx.x % WARP;
+  for (int i = 0; i < 4; ++i)
+    values[i] = static_cast<const uint32*>(emulator::from_lane<const void*>(rows, 8 * i + lane / 4))[lane % 4];
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+               : "r"(uint32(__cvta_generic_to_shared(row)))
+               : "memory");
+#endif
+}
+// The same of the transposed matrices: values[i] are rows 2t, 2t + 1 of column g of matrix i.
+__device__ __forceinline__ void load_matrices_transposed(uint32 values[4], const void* row) {
+#ifdef Q4E_EMULATE
+  const auto rows = emulator::exchange(row).first;
+  const int lane = threadIdx.x % WARP;
+  for (int i = 0; i < 4; ++i) {
+    values[i] = 0;
+    for (int half = 0; half < 2; ++half) {
+      const auto from = emulator::from_lane<const void*>(rows, 8 * i + lane % 4 * 2 + half);
+      values[i] |= uint32(static_cast<const uint16*>(from)[lane / 4]) << 16 * half;
+    }
+  }
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+               : "r"(uint32(__cvta_generic_to_shared(row)))
+               : "memory");
 #endif
 }
 

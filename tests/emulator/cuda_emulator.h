@@ -128,7 +128,21 @@ inline float bf16_value(uint32_t bits) {
   return x;
 }
 
-inline void mma_16x8x16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+inline uint16_t fp16_bits(float x) {
+  _Float16 half = _Float16(x);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+inline float fp16_value(uint32_t bits) {
+  _Float16 half;
+  std::memcpy(&half, &bits, 2);
+  return float(half);
+}
+
+// VALUE gives that of an operand from its bits.
+template <float (*VALUE)(uint32_t) = bf16_value>
+void mma_16x8x16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
   struct Fragments { uint32_t a[4], b[2]; } mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
   auto slots = exchange(mine).first;
   for (int i = 0; i < 4; ++i) {
@@ -137,7 +151,7 @@ inline void mma_16x8x16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
       auto left = from_lane<Fragments>(slots, row % 8 * 4 + k % 8 / 2);
       auto right = from_lane<Fragments>(slots, column * 4 + k % 8 / 2);
       uint32_t x = left.a[row / 8 + 2 * (k / 8)] >> (16 * (k % 2)), y = right.b[k / 8] >> (16 * (k % 2));
-      c[i] += bf16_value(x) * bf16_value(y);
+      c[i] += VALUE(x) * VALUE(y);
     }
   }
 }

@@ -16,11 +16,12 @@ from qwen4exp_trt.plugins.registry import all_specs
 SIZES: list[tuple[str, int, tuple[int, int, int]]] = [
     ("hc_project", 13, (4, 64, 32)),  # two tiles of tokens
     ("hc_project", 32, (2, 576, 20)),  # four; more chunks of columns than warps
-    ("hc_project", 130, (2, 288, 32)),  # tiles through shared memory, and several blocks that share the columns
-    ("hc_project", 61, (2, 192, 16)),
-    ("hc_project", 33, (3, 160, 120)),  # columns that are no whole number of steps
+    ("hc_project", 130, (2, 288, 32)),  # tiles through shared memory, and two blocks that share the columns
+    ("hc_project", 33, (3, 160, 120)),  # several tiles of weight rows a warp
+    ("hc_project", 40, (1, 64, 360)),  # two groups of weight rows
     ("hc_gate_mix", 8, (4, 50, 64)),  # columns that are no whole number of tiles
     ("hc_gate_mix", 75, (2, 16, 32)),  # two stages
+    ("hc_gate_mix", 139, (4, 72, 32)),  # the kernel for many tokens: stages by turns, columns that are no whole block
     ("hc_gate_mix", 5, (8, 10, 96)),
     ("hc_gate_mix", 2, (1, 20, 64)),
     ("hc_read", 2, (4, 160, 64)),
