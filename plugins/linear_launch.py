@@ -130,10 +130,12 @@ COST_OF_PARTS, COST_OF_A_PART = 10, 0.5
 """Of K in parts: the last block of a tile waits for the others and adds."""
 COST_OF_A_ROUND = 4
 STAGED_BYTES_PER_STEP = 16 * 1024
-LEAST_SLOTS, ENOUGH_SLOTS = 16, 32
-"""On their way to a multiprocessor; with fewer it waits for memory."""
+LEAST_SLOTS, ENOUGH_SLOTS, ENOUGH_SLOTS_OF_ROUNDS = 16, 20, 32
+"""On their way to a multiprocessor; with fewer it waits for memory. In a single round, more are before the tokens."""
 WARPS_OF_A_TILE = ((1, 8), (1, 10), (2, 8), (2, 20), (4, 8), (4, 12), (8, 8))
 """Of a tile and of a block."""
+MOST_WARPS_OF_SEGMENTS = 12
+"""With more, a multiprocessor has not the registers for two blocks that go through segments or rounds."""
 
 
 @dataclass(frozen=True)
@@ -185,9 +187,10 @@ def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_
     def cost(split: Split) -> float:
         tiles = _ceil_div(_ceil_div(rows, split.tile_rows), split.blocks(num_sms))
         busiest = _ceil_div(tiles * split.k_warps, SCHEDULERS) * split.segments * split.depth
-        waits = max(1, ENOUGH_SLOTS / (split.warps * split.depth)) ** 0.25
-        in_parts = COST_OF_PARTS + split.parts * COST_OF_A_PART if split.parts > 1 else 0
         rounds = _ceil_div(tiles, split.row_tiles)
+        enough = ENOUGH_SLOTS if rounds == 1 else ENOUGH_SLOTS_OF_ROUNDS
+        waits = max(1, enough / (split.warps * split.depth)) ** 0.25
+        in_parts = COST_OF_PARTS + split.parts * COST_OF_A_PART if split.parts > 1 else 0
         staged = tokens * split.steps * form.step * 2 / STAGED_BYTES_PER_STEP
         return busiest * waits + rounds * COST_OF_A_ROUND + staged + in_parts
 
@@ -195,16 +198,17 @@ def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_
         of_warp = _ceil_div(_ceil_div(columns, form.step), parts * k_warps * chunks)
         for depth in range(1, min(of_warp, MOST_SLOTS) + 1):
             split = Split(parts, _ceil_div(of_warp, depth), depth, k_warps, chunks, warps)
-            keeps_busy = split.segments == 1 or warps * depth >= LEAST_SLOTS
+            if split.segments > 1 and (warps > MOST_WARPS_OF_SEGMENTS or warps * depth < LEAST_SLOTS):
+                continue
             if parts > 1 and _ceil_div(_ceil_div(rows, split.tile_rows), split.blocks(num_sms)) > MOST_PART_TILES:
                 continue
-            if keeps_busy and sum(split.shared_bytes(tokens, columns, form, 2)) <= MAX_SHARED_BYTES:
+            if sum(split.shared_bytes(tokens, columns, form, 2)) <= MAX_SHARED_BYTES:
                 yield split
 
     possible = [
         split
         for parts in _numbers_of_parts(tokens, rows, columns, form)
-        for chunks in (1, 2, 4, 8)
+        for chunks in (8, 4, 2, 1)
         for k_warps, warps in WARPS_OF_A_TILE
         if tokens * chunks <= 8 and (parts == 1 or k_warps * chunks >= 4)
         for split in splits(parts, k_warps, chunks, warps)
@@ -238,7 +242,7 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
         "PARTS": split.parts,
         "IS_WHOLE": int(split.parts * split.steps == _ceil_div(weight.columns, form.step)),
         "ONE_ROUND": int(one_round),
-        "BLOCKS_PER_SM": 2 if split.warps <= 12 or (one_round and split.segments == 1) else 1,
+        "BLOCKS_PER_SM": 2 if split.warps <= MOST_WARPS_OF_SEGMENTS or one_round else 1,
     }
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", _defines(weight, out, **sizes)),

@@ -24,6 +24,7 @@ constexpr int SLOT_BYTES = CODE_BYTES, SCALE_BYTES = FORMAT::scale_bytes(TILE_RO
 constexpr int PLACES = ONE_ROUND ? 1 : 2;         // for scales and sums of tiles
 constexpr int SUMMANDS = K_WARPS * CHUNKS;        // of an output
 constexpr int SUM_STRIDE = SUMMANDS | 1, SUMS = TOKENS * TILE_ROWS * SUM_STRIDE;
+constexpr int UNROLL = DEPTH % 2 || WARPS > 10 ? 1 : 2;  // of steps; each takes many registers
 constexpr int MAX_PART_TILES = 1024;  // of one block, where K has parts
 static_assert(COLS <= 8, "the columns of a tile");
 
@@ -144,7 +145,7 @@ few_tokens(const bf16* x, const void* weight, const void* block_scales, const fl
       commit_copies();
       const bool is_last = segment == SEGMENTS - 1;  // its successor is the next tile's first
       if (!ONE_ROUND && is_last) from = locate(next_tile);
-#pragma unroll 1  // the code of a step is long enough
+#pragma unroll UNROLL
       for (int i = 0; i < DEPTH; ++i) {
         const int step = (segment * DEPTH + i) * K_WARPS;
         wait_copies<DEPTH>();
