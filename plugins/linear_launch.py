@@ -128,12 +128,16 @@ SCHEDULERS = 4
 """Of a multiprocessor, which share its warps. Costs are in steps of a warp, of which a scheduler does one at a time."""
 COST_OF_PARTS, COST_OF_A_PART = 10, 0.5
 """Of K in parts: the last block of a tile waits for the others and adds."""
-COST_OF_A_ROUND = 4
+COST_OF_A_ROUND, COST_OF_BEING_ALONE = 4, 1.2
 STAGED_BYTES_PER_STEP = 16 * 1024
-LEAST_SLOTS, ENOUGH_SLOTS, ENOUGH_SLOTS_OF_ROUNDS = 16, 20, 32
+LEAST_SLOTS, ENOUGH_SLOTS, ENOUGH_SLOTS_OF_ROUNDS = 16, 20, 64
 """On their way to a multiprocessor; with fewer it waits for memory. In a single round, more are before the tokens."""
-WARPS_OF_A_TILE = ((1, 8), (1, 10), (2, 8), (2, 20), (4, 8), (4, 12), (8, 8))
-"""Of a tile and of a block."""
+WARPS_OF_A_TILE = (
+    *((1, 8, 1), (1, 10, 1), (2, 8, 1), (2, 20, 1), (4, 8, 1), (4, 12, 1), (8, 8, 1)),
+    *((1, 8, 2), (2, 8, 2), (4, 8, 2), (8, 8, 2)),
+)
+"""Of a tile and of a block, and blocks of a multiprocessor. One, if it has a single round: there is room for the next
+kernel's beside it, whose weights come early."""
 MOST_WARPS_OF_SEGMENTS = 12
 """With more, a multiprocessor has not the registers for two blocks that go through segments or rounds."""
 
@@ -144,7 +148,7 @@ class Split:
 
     K is in ``parts`` for different blocks of ``warps``, each part for ``k_warps`` warps of a tile. A warp's step is
     ``chunks`` steps of K of 16 / ``chunks`` rows. It takes ``segments`` times ``depth`` of them, of which ``depth`` are
-    on their way at once.
+    on their way at once. A multiprocessor has ``blocks_per_sm``.
     """
 
     parts: int
@@ -153,6 +157,7 @@ class Split:
     k_warps: int
     chunks: int
     warps: int
+    blocks_per_sm: int = 1
 
     @property
     def tile_rows(self) -> int:
@@ -169,8 +174,8 @@ class Split:
         return self.k_warps * self.chunks * self.segments * self.depth
 
     def blocks(self, num_sms: int) -> int:
-        """Of a part: one a multiprocessor, with room for the next kernel's beside it, whose weights come early."""
-        return max(num_sms // self.parts, 1)
+        """Of a part."""
+        return max(self.blocks_per_sm * num_sms // self.parts, 1)
 
     def shared_bytes(self, tokens: int, columns: int, form: WeightFormat, places: int) -> tuple[int, int]:
         """Dynamic and static shared memory."""
@@ -186,21 +191,25 @@ def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_
 
     def cost(split: Split) -> float:
         tiles = _ceil_div(_ceil_div(rows, split.tile_rows), split.blocks(num_sms))
-        busiest = _ceil_div(tiles * split.k_warps, SCHEDULERS) * split.segments * split.depth
+        busiest = _ceil_div(split.blocks_per_sm * tiles * split.k_warps, SCHEDULERS) * split.segments * split.depth
         rounds = _ceil_div(tiles, split.row_tiles)
         enough = ENOUGH_SLOTS if rounds == 1 else ENOUGH_SLOTS_OF_ROUNDS
-        waits = max(1, enough / (split.warps * split.depth)) ** 0.25
+        waits = max(1, enough / (split.blocks_per_sm * split.warps * split.depth)) ** 0.25
         in_parts = COST_OF_PARTS + split.parts * COST_OF_A_PART if split.parts > 1 else 0
         staged = tokens * split.steps * form.step * 2 / STAGED_BYTES_PER_STEP
-        return busiest * waits + rounds * COST_OF_A_ROUND + staged + in_parts
+        alone = COST_OF_BEING_ALONE if split.blocks_per_sm > 1 else 1
+        return (busiest * waits + rounds * COST_OF_A_ROUND + staged + in_parts) * alone
 
-    def splits(parts: int, k_warps: int, chunks: int, warps: int) -> Iterator[Split]:
+    def splits(parts: int, k_warps: int, chunks: int, warps: int, blocks_per_sm: int) -> Iterator[Split]:
         of_warp = _ceil_div(_ceil_div(columns, form.step), parts * k_warps * chunks)
         for depth in range(1, min(of_warp, MOST_SLOTS) + 1):
-            split = Split(parts, _ceil_div(of_warp, depth), depth, k_warps, chunks, warps)
+            split = Split(parts, _ceil_div(of_warp, depth), depth, k_warps, chunks, warps, blocks_per_sm)
+            tiles = _ceil_div(_ceil_div(rows, split.tile_rows), split.blocks(num_sms))
+            if blocks_per_sm == 1 and (parts > 1 or tiles > split.row_tiles):
+                continue  # it would be alone for long
             if split.segments > 1 and (warps > MOST_WARPS_OF_SEGMENTS or warps * depth < LEAST_SLOTS):
                 continue
-            if parts > 1 and _ceil_div(_ceil_div(rows, split.tile_rows), split.blocks(num_sms)) > MOST_PART_TILES:
+            if parts > 1 and tiles > MOST_PART_TILES:
                 continue
             if sum(split.shared_bytes(tokens, columns, form, 2)) <= MAX_SHARED_BYTES:
                 yield split
@@ -209,9 +218,9 @@ def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_
         split
         for parts in _numbers_of_parts(tokens, rows, columns, form)
         for chunks in (8, 4, 2, 1)
-        for k_warps, warps in WARPS_OF_A_TILE
+        for k_warps, warps, blocks_per_sm in WARPS_OF_A_TILE
         if tokens * chunks <= 8 and (parts == 1 or k_warps * chunks >= 4)
-        for split in splits(parts, k_warps, chunks, warps)
+        for split in splits(parts, k_warps, chunks, warps, blocks_per_sm)
     ]
     return min(possible, key=cost, default=None)
 

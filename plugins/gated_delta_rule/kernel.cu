@@ -196,7 +196,7 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
   // What is probable is fetched together with what decides it: the rows of batches of equal sequences, and the state of
   // a lone one, whose slot is the first one as a rule.
   const int warp = threadIdx.x / WARP;
-  const int64 probable_row = int64(blockIdx.y) * rows_each + warp;
+  const int probable_row = int(blockIdx.y) * rows_each + warp;
   const bool is_probable = warp < min(rows_each, CHUNK);
   RawRow raws[ROUNDS];
   if (IS_LONE) raws[0] = load_new_row(operands, probable_row, is_probable);
@@ -260,9 +260,9 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     if (kept > 0 && first + kept == step.committed()) store_state(state, recurrent);
     if (first + count < step.rows()) advance_state(state, shared, kept, count);
     if (first + count == step.rows()) return;
+    __syncthreads();
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round)
       raws[round] = load_row(step, operands, first + CHUNK + round * WARPS + warp);
-    __syncthreads();
   }
 }
