@@ -5,8 +5,8 @@
 Prompts go in chunks of 8,192 tokens, each a replayed CUDA graph of the three ops. Selections are `clustered`, shared
 by neighbouring queries as `qsa_prompt.py` says, or `random`. Prints, and appends to
 ``benchmarks/results/qsa_prefill.jsonl``, one line for each prompt, then how the times grow with its length: attention
-by a straight line, and the selection by a line and a term for the scores, which grow with the square. Exits with 1 when a
-bar is missed.
+by a straight line, and the selection by a line and a term for the scores, which grow with the square. Exits with 1 when
+a bar is missed.
 """
 
 from __future__ import annotations

@@ -118,12 +118,6 @@ __device__ __forceinline__ void widen(const Codes& codes, Rows& rows) {
   }
 }
 
-// The queries of the warp's rows, as bits.
-__device__ __forceinline__ uint32 queries_of_warp() {
-  const int row = made_anew(threadIdx.x) / WARP * ROWS, first = row / GROUP, last = (row + ROWS - 1) / GROUP;
-  return ((2u << last) - (1u << first)) & ALL_QUERIES;  // rows behind the last query have none
-}
-
 // What a warp has of the tile: rows g and g + 8 of its 16 (`half` 0 and 1), a query and a head each.
 struct WarpRows {
   uint32 queries[STEPS][4];  // A operands
@@ -323,13 +317,12 @@ attend_tiles(const bf16* q, const bf16* qkv, const CACHE* kv_cache, const int* b
     copy(chunk + 2, finder.row(shared->entries[(chunk + 2) % 4][threadIdx.x % WARP], page));
     const uint32 entry = finder.entry(chunk + 3);
     const Rows& now = shared->rows[chunk % STAGES];
-    const uint32* readers_of_keys = shared->entries[chunk % 4];
-    const bool is_read = __any_sync(FULL_MASK, readers_of_keys[threadIdx.x % WARP] & queries_of_warp());
+    const bool has_rows = int(threadIdx.x) / WARP * ROWS < tile.count * GROUP;
     float scores[BLOCKS][4];
-    if (is_read) rows.score(now[0], scores);
+    if (has_rows) rows.score(now[0], scores);
     page = find_page(chunk + 3, entry);
-    if (!is_read) continue;
-    rows.weigh(scores, readers_of_keys, shared->readers, score_scale);
+    if (!has_rows) continue;
+    rows.weigh(scores, shared->entries[chunk % 4], shared->readers, score_scale);
     rows.add(scores, now[1]);
   }
   rows.store(tile, qkv, out, made_anew(kv_head));

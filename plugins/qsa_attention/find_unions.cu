@@ -1,13 +1,11 @@
-// The union of the groups that the rows of a tile read, with the rows of each; a block for each tile. Groups of the same
-// rows stand together, so that warps of `attend_tiles` can leave out those of others. A tile whose union is too long for
-// its rows is left to `attend`, row by row.
+// The union of the groups that the rows of a tile read, ascending, with the rows of each; a block for each tile. A tile
+// whose union is too long for its rows is left to `attend`, row by row.
 // Macros: RATIO, QUERIES, NUM_GROUPS (selected groups of a row), MAX_ENTRIES (of a union), WINDOW (groups that are
 // sorted at once, by a bitmap of each in shared memory), TILE_COST and ROW_COST (of a group for a tile and for a row).
 #include "qsa_attention/tiles.cuh"
 
 constexpr int WARPS = 16, THREADS = WARPS * WARP;
 constexpr int CELLS = 16;  // of a thread at once: a byte for each group
-constexpr int CLASSES = 1 << QUERIES;  // of groups of the same rows
 static_assert(QUERIES <= 8 && WINDOW % (CELLS * WARP) == 0, "a cell has a bit for each query");
 
 // The tile of this block; without rows if there are fewer tiles.
@@ -59,70 +57,61 @@ struct Counts {
   int entries, readers;  // groups of a union, and groups of all of its rows
 };
 
-// The marked cells of a window, of which each warp has a part.
-struct Marks {
-  static constexpr int PER_WARP = ceil_div(WINDOW / CELLS, THREADS) * WARP;  // of uint4
-  const uint32* cells;
-
-  // Calls `visit(group, queries)` for CELLS groups of each lane at a time, by whole warps; `queries` 0: not marked.
-  template <typename Visit>
-  __device__ __forceinline__ void for_each(int base, Visit visit) const {
-#pragma unroll 1
-    for (int i = 0; i < PER_WARP; i += WARP) {
-      const int at = threadIdx.x / WARP * PER_WARP + i + threadIdx.x % WARP;
-      const bool exists = at < WINDOW / CELLS;
-      const uint4 quad = exists ? reinterpret_cast<const uint4*>(cells)[at] : make_uint4(0, 0, 0, 0);
-      const uint32 words[4] = {quad.x, quad.y, quad.z, quad.w};
-      if (!__any_sync(FULL_MASK, (quad.x | quad.y | quad.z | quad.w) != 0)) continue;
-#pragma unroll
-      for (int j = 0; j < CELLS; ++j) visit(base + at * CELLS + j, words[j / 4] >> (j % 4 * 8) & 0xffu);
-    }
-  }
-};
-
-// Entries of the marked cells, class by class, behind those `before`. The order is the same each time.
-__device__ __forceinline__ Counts collect(const Marks& marks, int base, const Counts& before, uint32* entries) {
-  __shared__ int places[WARPS][CLASSES];  // how many, then where the next one of the warp goes
-  __shared__ int totals[CLASSES];
-  __shared__ Counts sums[WARPS];
+// Of the marked cells of a window, each warp having its part of them. Those in front of `limit` become entries.
+__device__ __forceinline__ Counts collect(const uint32* cells, int base, const Counts& before, uint32* entries) {
+  __shared__ Counts of_warps[WARPS];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  for (int i = threadIdx.x; i < WARPS * CLASSES; i += THREADS) places[i / CLASSES][i % CLASSES] = 0;
-  __syncthreads();
-  uint32 count = 0, readers = 0;
-  marks.for_each(base, [&](int, uint32 queries) {
-    if (queries != 0) atomicAdd(&places[warp][queries], 1);
-    count += queries != 0, readers += __popc(queries);
-  });
-  count = __reduce_add_sync(FULL_MASK, count), readers = __reduce_add_sync(FULL_MASK, readers);
-  if (lane == 0) sums[warp] = {int(count), int(readers)};
-  __syncthreads();
-  for (int i = threadIdx.x; i < CLASSES; i += THREADS) {
-    int total = 0;
-    for (int w = 0; w < WARPS; ++w) total += places[w][i];
-    totals[i] = total;
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < CLASSES; i += THREADS) {
-    int place = before.entries;
-    for (int j = 0; j < i; ++j) place += totals[j];
-    for (int w = 0; w < WARPS; ++w) {
-      const int own = places[w][i];
-      places[w][i] = place;
-      place += own;
-    }
-  }
-  __syncthreads();
-  marks.for_each(base, [&](int group, uint32 queries) {
-    const uint32 same = __match_any_sync(FULL_MASK, queries);
-    const int place = places[warp][queries], to = place + __popc(same & ((1u << lane) - 1));
-    if (queries != 0 && to < MAX_ENTRIES) entries[to] = make_entry(group, queries);
-    __syncwarp();
-    if (same >> lane == 1) places[warp][queries] = place + __popc(same);  // the last of them
-    __syncwarp();
-  });
-  Counts total = before;
+  constexpr int PER_WARP = ceil_div(WINDOW / CELLS, THREADS) * WARP;  // of uint4
+  const uint4* quads = reinterpret_cast<const uint4*>(cells);
+  auto load = [&](int i) {
+    const int at = warp * PER_WARP + i + lane;
+    return at < WINDOW / CELLS ? quads[at] : make_uint4(0, 0, 0, 0);
+  };
+  auto count_cells = [](const uint4& quad) {
+    const uint32 words[4] = {quad.x, quad.y, quad.z, quad.w};
+    int count = 0;
 #pragma unroll
-  for (int i = 0; i < WARPS; ++i) total.entries += sums[i].entries, total.readers += sums[i].readers;
+    for (int i = 0; i < CELLS; ++i) count += (words[i / 4] >> (i % 4 * 8) & 0xffu) != 0;
+    return count;
+  };
+  uint32 count = 0, readers = 0;
+#pragma unroll 1
+  for (int i = 0; i < PER_WARP; i += WARP) {
+    const uint4 quad = load(i);
+    count += count_cells(quad);
+    readers += __popc(quad.x) + __popc(quad.y) + __popc(quad.z) + __popc(quad.w);
+  }
+  count = __reduce_add_sync(FULL_MASK, count), readers = __reduce_add_sync(FULL_MASK, readers);
+  if (lane == 0) of_warps[warp] = {int(count), int(readers)};
+  __syncthreads();
+  Counts total = before;
+  int place = before.entries;
+#pragma unroll
+  for (int i = 0; i < WARPS; ++i) {
+    if (i < warp) place += of_warps[i].entries;
+    total.entries += of_warps[i].entries, total.readers += of_warps[i].readers;
+  }
+#pragma unroll 1
+  for (int i = 0; i < PER_WARP; i += WARP) {
+    const uint4 quad = load(i);
+    const int own = count_cells(quad);
+    int sum = own;
+#pragma unroll
+    for (int lanes = 1; lanes < WARP; lanes *= 2) {
+      const int others = __shfl_up_sync(FULL_MASK, sum, lanes);
+      if (lane >= lanes) sum += others;
+    }
+    int to = place + sum - own;
+    const uint32 words[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+    for (int j = 0; j < CELLS; ++j) {
+      const uint32 queries = words[j / 4] >> (j % 4 * 8) & 0xffu;
+      if (queries == 0) continue;
+      if (to < MAX_ENTRIES) entries[to] = make_entry(base + (warp * PER_WARP + i + lane) * CELLS + j, queries);
+      ++to;
+    }
+    place += __shfl_sync(FULL_MASK, sum, WARP - 1);
+  }
   return total;
 }
 
@@ -142,7 +131,7 @@ find_unions(const int* selected_groups, const int* query_start_loc, const int* s
     __syncthreads();
     mark_groups(tile, selected_groups, base, cells);
     __syncthreads();
-    counts = collect({cells}, base, counts, all_entries + int64(blockIdx.x) * MAX_ENTRIES);
+    counts = collect(cells, base, counts, all_entries + int64(blockIdx.x) * MAX_ENTRIES);
     __syncthreads();
   }
   const bool is_tile = counts.entries <= MAX_ENTRIES && counts.entries * TILE_COST <= counts.readers * ROW_COST;
