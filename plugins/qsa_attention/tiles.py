@@ -59,7 +59,7 @@ def union_launch(call: Call, tiles: Tiles) -> Launch:
     """Finds the tiles and the unions of what their rows selected."""
     d, ratio = call.dims, call.attrs["compress_ratio"]
     window = min(-(-(d["MB"] * d["P"] // max(ratio, 1) + 1) // 512) * 512, WINDOW) if ratio else 512
-    defines = (("RATIO", ratio), ("QUERIES", tiles.queries), ("NUM_GROUPS", d["G"]), ("WINDOW", window))
+    defines = (("RATIO", ratio), ("QUERIES", tiles.queries), ("NUM_GROUPS", d["G"]))
     costs = (("MAX_ENTRIES", tiles.max_entries), ("TILE_COST", TILE_COST), ("ROW_COST", ROW_COST))
     return Launch(
         Kernel("qsa_attention/find_unions.cu", "find_unions", (*defines, *costs)),
@@ -67,7 +67,7 @@ def union_launch(call: Call, tiles: Tiles) -> Launch:
         threads=UNION_THREADS,
         args=(
             *(call["selected_groups"], call["query_start_loc"], call["seq_lens"], call["num_seqs"]),
-            *(tiles.places, tiles.entries, tiles.is_in_tile, d["B"]),
+            *(tiles.places, tiles.entries, tiles.is_in_tile, d["B"], window),
         ),
         shared_bytes=window,
     )
