@@ -58,7 +58,7 @@ struct Counts {
   int entries, readers;  // groups of a union, and groups of all of its rows
 };
 
-// Of the marked cells of a window, each warp having its part of them. Those in front of `limit` become entries.
+// Entries of the marked cells of a window, of which each warp has its part, behind those `before`.
 __device__ __forceinline__ Counts collect(const uint32* cells, int base, int window, const Counts& before,
                                           uint32* entries) {
   __shared__ Counts of_warps[WARPS];

@@ -16,7 +16,7 @@ WARPS, WARP_ROWS = 4, 16
 """Of a tile, and of each the queries times heads, as in attend_tiles.cu."""
 MOST_QUERIES = 8
 RATIOS = (0, 2, 4, 8, 16, 32)
-TILE_COST, ROW_COST = 3, 2
+TILE_COST, ROW_COST = 4, 3
 """Of a group of tokens, for a tile and for a row alone."""
 UNION_THREADS = 512
 WINDOW = 65_536
