@@ -116,10 +116,11 @@ struct Queries {
     uint32 bits[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float total = 0.f;
+      float heads[HEAD_PAIRS];
 #pragma unroll
       for (int pair = 0; pair < HEAD_PAIRS; ++pair)
-        total += fmaxf(sums[i / 2][pair][i % 2], 0.f) + fmaxf(sums[i / 2][pair][i % 2 + 2], 0.f);
+        heads[pair] = fmaxf(sums[i / 2][pair][i % 2], 0.f) + fmaxf(sums[i / 2][pair][i % 2 + 2], 0.f);
+      const float total = HEAD_PAIRS == 1 ? heads[0] : heads[0] + heads[HEAD_PAIRS - 1];
       bits[i] = __float_as_uint(total) & 0x7fffffffu;
     }
     return {bits[0], bits[1], bits[2], bits[3]};
