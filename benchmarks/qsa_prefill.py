@@ -113,8 +113,9 @@ def flash_milliseconds(length: int) -> float:
     q, k, v = (torch.randn(1, HEADS, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3))
 
     def work(length: int = length) -> torch.Tensor:
-        heads = (x[:, :, :length] for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        return torch.nn.functional.scaled_dot_product_attention(
+            q[:, :, :length], k[:, :, :length], v[:, :, :length], is_causal=True
+        )
 
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         work(min(length, 16_384))
