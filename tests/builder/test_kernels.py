@@ -71,7 +71,8 @@ def test_kernels_spill_nothing(arch: str, part: int) -> None:
 def test_steps_of_short_sequences_need_no_other_kernels(num_sms: int) -> None:
     """The block table of a step is as wide as its longest sequence; some launchers choose a kernel by that."""
     program, known = released_programs()[0], released_kernels(num_sms)
-    for num_pages, (T, B, L) in product((1, 3, 32, 33, 150, 257, 1000), ((1, 1, 1), (8, 2, 8), (300, 5, 5))):
+    steps = (1, 1, 1), (8, 2, 8), (300, 5, 5), (600, 1, 1)
+    for num_pages, (T, B, L) in product((1, 3, 32, 33, 150, 257, 1000), steps):
         dims = {"T": T, "B": B, "B_plus_1": B + 1, "L": L, "max_blocks": num_pages}
         dims |= {"num_blocks": LIMITS.max_num_blocks, "num_slots": LIMITS.num_slots}
         for call in distinct_calls(program):
