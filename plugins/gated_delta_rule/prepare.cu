@@ -183,10 +183,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_log, const ACTIVATION* dt_bias,
         const ACTIVATION* draft_rows, const int* committed_len, const int* query_start_loc, const int* seq_lens,
         const int* slot_ids, const int* num_seqs, uint16* keys, Tile* queries, Pairs* solve, Tile* scores, float* decays,
-        int batch_size, int from_chunk, int waits_first) {
+        int batch_size, int from_chunk) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
-  if (waits_first) wait_for_previous();
   start_next();
   const int key_head = blockIdx.x, place = blockIdx.y, chunk = from_chunk + place, warp = threadIdx.x / WARP;
   const Batch batch = {query_start_loc, seq_lens, slot_ids, num_seqs, committed_len, batch_size};
@@ -216,6 +215,6 @@ prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_lo
       }
     }
   }
-  // This launch must not end before the scan in front of it, which the next scan does not know of. One block sees to it.
-  if (!waits_first && blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous();
+  // The launch must not end before those in front of it, which the next scan has to wait for as well: a block sees to that.
+  if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous();
 }

@@ -11,7 +11,21 @@
 
 constexpr int STATE_WARPS = SLICE / TILE, WARPS = STATE_WARPS + ROW_TILES, BLOCK = WARPS * WARP;
 constexpr int KEY_PITCH = KEY_DIM + PAD, ROW_PITCH = ROWS + PAD, SLICE_PITCH = SLICE + PAD;
+// Barriers: the state is in shared memory, and the copies of the chunk before are no longer read; the deltas are; the outputs
+// need neither, and the next chunk's copies have come.
+constexpr int STATE_THERE = 1, DELTAS_THERE = 2, NEXT_MAY_COME = 3;
 constexpr float TINY = 1e-30f, SMALLER = 0x1p-24f, SMALLEST = 0x1p-100f;
+
+// The part of the work that a block has at a time. It is in shared memory, as registers are scarce.
+struct Part {
+  LongSequence sequence;
+  int head, slice;
+  int from, to;  // chunks of the sequence; none: there is no such part
+  int place;     // of the first of them in the turn
+
+  __device__ __forceinline__ int key_head() const { return head / REPEATS; }
+  __device__ __forceinline__ int column() const { return head * VALUE_DIM + slice * SLICE; }
+};
 
 // What a chunk brings along.
 struct Stage {
@@ -24,20 +38,9 @@ struct Shared {
   Stage stages[2];
   uint16 state[SLICE][KEY_PITCH];   // in front of the chunk, transposed
   uint16 deltas[SLICE][ROW_PITCH];  // transposed
+  Part part;
 };
 static_assert(sizeof(Shared) == SHARED_BYTES && SHARED_BYTES % 16 == 0, "the launcher asks for another size");
-
-// The part of the work that a block has at a time.
-struct Part {
-  LongSequence sequence;
-  int head, slice;
-  int from, to;  // chunks of the sequence
-  int place;     // of the first of them in the turn
-  float scale;   // of values and state
-
-  __device__ __forceinline__ int key_head() const { return head / REPEATS; }
-  __device__ __forceinline__ int column() const { return head * VALUE_DIM + slice * SLICE; }
-};
 
 struct Memory {
   const ACTIVATION *conv_out, *draft_rows;
@@ -188,21 +191,23 @@ __device__ __forceinline__ void advance_state(State& state, float (&deltas)[2 * 
 }
 
 // The four warps of the state. Returns whether it is finite; if so, or if it is the last attempt, it is stored.
-__device__ __forceinline__ bool scan_states(Shared& shared, const Part& part, const Memory& memory) {
+__device__ __forceinline__ bool scan_states(Shared& shared, const Memory& memory, float scale) {
+  const Part& part = shared.part;
   const int lane = threadIdx.x % WARP, column = threadIdx.x / WARP * TILE;
   float* recurrent = memory.recurrent_state + (int64(part.sequence.sequence.slot) * V_HEADS + part.head) *
                      (KEY_DIM * VALUE_DIM) + part.slice * SLICE + column;
   State state = {};
-  if (part.from > 0 || part.sequence.sequence.context > 0) state.load(recurrent, part.scale);
+  if (part.from > 0 || part.sequence.sequence.context > 0) state.load(recurrent, scale);
 #pragma unroll 1
   for (int chunk = part.from; chunk < part.to; ++chunk) {
     const Stage& stage = shared.stages[chunk % 2];
     Tile before[KEY_TILES], errors[ROW_TILES];
+    wait_at<NEXT_MAY_COME, BLOCK>();
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n)
       before[n] = keep_tile(state.sums + 2 * n, &shared.state[column][TILE * n], KEY_PITCH);
-    __syncthreads();
-    read_state(errors, before, stage, part.scale);
+    arrive_at<STATE_THERE, BLOCK>();
+    read_state(errors, before, stage, scale);
     float deltas[2 * ROW_TILES][4] = {};
 #pragma unroll
     for (int i = 0; i < ROW_TILES; ++i) {
@@ -210,17 +215,17 @@ __device__ __forceinline__ bool scan_states(Shared& shared, const Part& part, co
       for (int j = 0; j <= i; ++j) multiply_transposed(deltas + 2 * i, errors[j], stage.solve[triangle(i, j)][lane]);
       keep_tile(deltas + 2 * i, &shared.deltas[column][TILE * i], ROW_PITCH);
     }
-    __syncthreads();
+    arrive_at<DELTAS_THERE, BLOCK>();
     advance_state(state, deltas, stage);
   }
   const bool finite = !__syncthreads_or(!state.is_finite());
-  if (finite || part.scale < SMALLEST) state.store(recurrent, 1.f / part.scale);
+  if (finite || scale < SMALLEST) state.store(recurrent, 1.f / scale);
   return finite;
 }
 
 // Rows of the chunk in C layout, over their RMS: a lane has two rows and stores its 16 values of each side by side.
 __device__ __forceinline__ void store_outputs(const float (&sums)[2 * SLICE / TILE][4], const Part& part,
-                                              const Memory& memory, int chunk) {
+                                              const Memory& memory, int chunk, float unscale) {
   const int lane = threadIdx.x % WARP;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -241,12 +246,13 @@ __device__ __forceinline__ void store_outputs(const float (&sums)[2 * SLICE / TI
     auto* to = reinterpret_cast<uint4*>(memory.out + part.sequence.token(row) * VALUE_WIDTH + part.column());
     to[2 * (lane % 4)] = {words[0], words[1], words[2], words[3]};
     to[2 * (lane % 4) + 1] = {words[4], words[5], words[6], words[7]};
-    if (lane % 4 == 0) memory.norms_of(part, chunk)[place] = mean * scale / part.scale;
+    if (lane % 4 == 0) memory.norms_of(part, chunk)[place] = mean * scale * unscale;
   }
 }
 
 // The four warps of the outputs.
-__device__ __forceinline__ bool scan_outputs(Shared& shared, const Part& part, const Memory& memory) {
+__device__ __forceinline__ bool scan_outputs(Shared& shared, const Memory& memory, float scale) {
+  const Part& part = shared.part;
   const int lane = threadIdx.x % WARP, tile = threadIdx.x / WARP - STATE_WARPS;
   Tile queries[KEY_TILES];
   const auto load_queries = [&](int chunk) {
@@ -256,15 +262,18 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Part& part, c
   };
   copy_chunk(shared.stages[part.from % 2], part, memory, part.from);
   load_queries(part.from);
+  wait_copies<0>();
+  arrive_at<NEXT_MAY_COME, BLOCK>();
 #pragma unroll 1
   for (int chunk = part.from; chunk < part.to; ++chunk) {
-    const Stage& stage = shared.stages[chunk % 2];
-    const Tile* from = memory.prepared.scores + memory.prepared.triangle_of(part.place + chunk - part.from, part.head) + lane;
+    const Tile* from =
+        memory.prepared.scores + memory.prepared.triangle_of(part.place + chunk - part.from, part.head) + lane;
     Tile scores[ROW_TILES];
 #pragma unroll
     for (int j = 0; j < ROW_TILES; ++j) scores[j] = j <= tile ? from[triangle(tile, j) * WARP] : Tile{};
-    wait_copies<0>();
-    __syncthreads();
+    wait_at<STATE_THERE, BLOCK>();
+    const float* decays = shared.stages[chunk % 2].decays[0] + tile * TILE + lane / 4;
+    const float factors[2] = {decays[0] * rsqrtf(float(KEY_DIM)), decays[8] * rsqrtf(float(KEY_DIM))};
     if (chunk + 1 < part.to) copy_chunk(shared.stages[(chunk + 1) % 2], part, memory, chunk + 1);
     float sums[2 * SLICE / TILE][4] = {};
 #pragma unroll
@@ -273,13 +282,11 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Part& part, c
       for (int column = 0; column < SLICE / TILE; ++column)
         multiply_transposed(sums + 2 * column, queries[n], load_pairs(&shared.state[TILE * column][TILE * n], KEY_PITCH));
     if (chunk + 1 < part.to) load_queries(chunk + 1);
-    const float* decays = stage.decays[0] + tile * TILE + lane / 4;
-    const float factors[2] = {decays[0] * rsqrtf(float(KEY_DIM)), decays[8] * rsqrtf(float(KEY_DIM))};
 #pragma unroll
     for (int n = 0; n < 2 * SLICE / TILE; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[n][i] *= factors[i / 2];
-    __syncthreads();
+    wait_at<DELTAS_THERE, BLOCK>();
 #pragma unroll
     for (int j = 0; j < ROW_TILES; ++j) {
       if (j > tile) break;
@@ -287,9 +294,22 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Part& part, c
       for (int column = 0; column < SLICE / TILE; ++column)
         multiply_transposed(sums + 2 * column, scores[j], load_pairs(&shared.deltas[TILE * column][TILE * j], ROW_PITCH));
     }
-    store_outputs(sums, part, memory, chunk);
+    wait_copies<0>();
+    if (chunk + 1 < part.to) arrive_at<NEXT_MAY_COME, BLOCK>();
+    store_outputs(sums, part, memory, chunk, 1.f / scale);
   }
   return !__syncthreads_or(false);
+}
+
+// Part `i` of chunks `from` to `to` - 1, by a warp. Empty: the turn has nothing of the sequence but a chunk that would hold
+// more rows to replay. Less than that: there is no such part.
+__device__ __forceinline__ void find_part(Part& part, int i, int from, int to, const Batch& batch) {
+  LongSequence sequence = {};
+  const bool exists = locate_chunks(from, to, i / (V_HEADS * SLICES), batch, sequence);
+  const int first = max(from - sequence.first, 0), last = min(to - sequence.first, sequence.chunks());
+  if (threadIdx.x == 0)
+    part = {sequence, i / SLICES % V_HEADS, i % SLICES, exists ? first : 1, exists ? max(last, first) : 0,
+            sequence.first + first - from};
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
@@ -299,29 +319,32 @@ scan(const ACTIVATION* conv_out, const ACTIVATION* draft_rows, float* recurrent_
      int window) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
-  wait_for_previous();
-  start_next();
   const Batch batch = {query_start_loc, seq_lens, slot_ids, num_seqs, committed_len, batch_size};
   const Memory pointers = {conv_out, draft_rows, recurrent_state, {keys, queries, solve, scores, decays}, out, norms};
+  Part& part = shared.part;
 #pragma unroll 1
   for (int i = blockIdx.x;; i += gridDim.x) {
-    Part part;
-    if (!locate_chunks(from_chunk, from_chunk + window, i / (V_HEADS * SLICES), batch, part.sequence)) break;
-    const LongSequence& sequence = part.sequence;
-    part.head = i / SLICES % V_HEADS, part.slice = i % SLICES;
-    part.from = max(from_chunk - sequence.first, 0);
-    part.to = min(from_chunk + window - sequence.first, sequence.chunks());
-    part.place = sequence.first + part.from - from_chunk;
-    if (part.from >= part.to) continue;  // the window has nothing of it but a chunk that would hold more rows to replay
-    if (part.head == 0 && part.slice == 0 && part.to == sequence.chunks() && threadIdx.x == 0) {
-      int* lengths = committed_len + 2 * sequence.sequence.slot;
-      const int context = sequence.sequence.context;
-      store_length(lengths, *reinterpret_cast<const int2*>(lengths), context - sequence.pending, context,
-                   context + sequence.sequence.length);
+    // What it reads was there before the op, or is a length that another scan may as well have written already.
+    if (threadIdx.x < WARP) find_part(part, i, from_chunk, from_chunk + window, batch);
+    if (i == blockIdx.x) {
+      wait_for_previous();
+      start_next();
+    }
+    __syncthreads();
+    if (part.from > part.to) break;
+    if (part.from == part.to) {
+      __syncthreads();
+      continue;
+    }
+    if (threadIdx.x == 0 && part.head == 0 && part.slice == 0 && part.to == part.sequence.chunks()) {
+      int* lengths = committed_len + 2 * part.sequence.sequence.slot;
+      const int context = part.sequence.sequence.context;
+      store_length(lengths, *reinterpret_cast<const int2*>(lengths), context - part.sequence.pending, context,
+                   context + part.sequence.sequence.length);
     }
     bool finite = false;
-    for (part.scale = 1.f; !finite && part.scale >= SMALLEST * SMALLER; part.scale *= SMALLER) {
-      finite = threadIdx.x / WARP < STATE_WARPS ? scan_states(shared, part, pointers) : scan_outputs(shared, part, pointers);
-    }
+#pragma unroll 1
+    for (float scale = 1.f; !finite && scale >= SMALLEST * SMALLER; scale *= SMALLER)
+      finite = threadIdx.x / WARP < STATE_WARPS ? scan_states(shared, pointers, scale) : scan_outputs(shared, pointers, scale);
   }
 }
