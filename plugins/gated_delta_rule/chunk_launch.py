@@ -126,12 +126,14 @@ def _operands(call: Call, *names: str) -> tuple:
 def _prepare(call: Call, turn: _Turn) -> Launch:
     key_dim, k_heads = call.dims["K"], call.attrs["num_k_heads"]
     repeats = call.dims["HV"] // k_heads
-    tiles = repeats * _ROWS // _TILE
-    shared_bytes = 2 * _ROWS * 2 * (key_dim + _PAD) + repeats * _TRIANGLE * _TILE_BYTES
-    shared_bytes += tiles * _TILE * (4 * (_TILE + 4) + 2 * (_TILE + _PAD)) + 8 * repeats * _ROWS
+    tiles = _ROWS // _TILE
+    rows_bytes = 2 * _ROWS * 2 * (key_dim + _PAD)
+    tiles_bytes = (_TRIANGLE - tiles) * _TILE_BYTES + tiles * _TILE * (4 * (_TILE + 4) + 2 * (_TILE + _PAD))
+    shared_bytes = max(rows_bytes, repeats * tiles_bytes) + 16 * repeats * _ROWS
     names = ("conv_out", "ba", "A_log", "dt_bias", "draft_rows", "committed_len", *_BATCH)
     return Launch(
-        _kernel(call, "prepare", SHARED_BYTES=shared_bytes, MIN_BLOCKS=3),
+        # A multiprocessor of a GB10 has shared memory for two blocks, which may have more registers then.
+        _kernel(call, "prepare", SHARED_BYTES=shared_bytes, MIN_BLOCKS=3 if call.num_sms > 100 else 2),
         grid=(k_heads, turn.chunks, 1),
         threads=_TRIANGLE * _WARP,
         args=(*_operands(call, *names), *turn.memory.prepared, call.dims["B"], turn.first),
