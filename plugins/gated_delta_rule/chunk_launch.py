@@ -29,7 +29,8 @@ def chunk_launches(call: Call) -> list[Launch]:
     if not is_possible or call["conv_out"].dtype != torch.bfloat16 or dims["T"] < _least_rows(call, 1):
         return []
     memories = _Memory.of(call), _Memory.of(call)
-    return list(_turns(call, memories)) if dims["T"] >= _least_rows(call, dims["B"]) else []
+    rows = call.scratch(_most_chunks(call), 4, dtype=torch.int32)
+    return list(_turns(call, memories, rows)) if dims["T"] >= _least_rows(call, dims["B"]) else []
 
 
 def _least_rows(call: Call, sequences: int) -> int:
@@ -82,11 +83,13 @@ class _Memory:
 @dataclass(frozen=True)
 class _Turn:
     memory: _Memory
+    rows: ScratchRef
+    """Which rows every chunk of the step has, 16 bytes each: `ChunkRows`."""
     first: int
     chunks: int
 
 
-def _turns(call: Call, memories: tuple[_Memory, _Memory]) -> Iterator[Launch]:
+def _turns(call: Call, memories: tuple[_Memory, _Memory], rows: ScratchRef) -> Iterator[Launch]:
     """Turn by turn. While one is scanned, the next is prepared, and the one before it finished, in other memory.
 
     So that launches may overlap, none waits for the one before it but the scans and the last. The others read nothing
@@ -94,7 +97,7 @@ def _turns(call: Call, memories: tuple[_Memory, _Memory]) -> Iterator[Launch]:
     of each sees to it that it does not end before the launch in front of it.
     """
     sizes = _turn_sizes(call)
-    turns = [_Turn(memories[i % 2], sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    turns = [_Turn(memories[i % 2], rows, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
     for i, turn in enumerate(turns):
         yield _prepare(call, turn)
         if i > 1:
@@ -136,7 +139,7 @@ def _prepare(call: Call, turn: _Turn) -> Launch:
         _kernel(call, "prepare", SHARED_BYTES=shared_bytes, MIN_BLOCKS=3 if call.num_sms > 100 else 2),
         grid=(k_heads, turn.chunks, 1),
         threads=_TRIANGLE * _WARP,
-        args=(*_operands(call, *names), *turn.memory.prepared, call.dims["B"], turn.first),
+        args=(*_operands(call, *names), *turn.memory.prepared, turn.rows, call.dims["B"], turn.first),
         shared_bytes=shared_bytes,
     )
 
@@ -165,18 +168,17 @@ def _scan(call: Call, turn: _Turn) -> Launch:
 
 
 def _finish(call: Call, turn: _Turn, *, waits_first: bool) -> Launch:
-    names = ("qkvz", "norm_weight", "committed_len", *_BATCH)
     eps = F32(call.attrs["eps"])
     return Launch(
         _kernel(call, "finish", SILU_GATE=int(call.attrs["output_gate"] == "silu")),
-        grid=(call.dims["HV"], turn.chunks, 1),
+        grid=(call.attrs["num_k_heads"], turn.chunks, 1),
         threads=256,
         args=(
-            *_operands(call, *names),
+            *_operands(call, "qkvz", "norm_weight"),
+            turn.rows,
             turn.memory.norms,
             call["out"],
             eps,
-            call.dims["B"],
             turn.first,
             int(waits_first),
         ),

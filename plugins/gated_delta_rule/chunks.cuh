@@ -115,6 +115,16 @@ __device__ __forceinline__ bool locate_chunks(int from, int to, int rank, const 
   return false;
 }
 
+// The new rows of a chunk, [from, to), and the row of the step that its row 0 is; as `prepare` leaves it to `finish`.
+struct __align__(16) ChunkRows {
+  int token, from, to, unused;
+};
+
+__device__ __forceinline__ ChunkRows load_chunk_rows(const ChunkRows* from) {
+  const int4 words = __ldcg(reinterpret_cast<const int4*>(from));
+  return {words.x, words.y, words.z, 0};
+}
+
 // A tile from the sums of two products side by side.
 __device__ __forceinline__ Tile pack_tile(const float (*sums)[4]) {
   return {pack_fp16(sums[0][0], sums[0][1]), pack_fp16(sums[0][2], sums[0][3]), pack_fp16(sums[1][0], sums[1][1]),

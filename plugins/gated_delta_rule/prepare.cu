@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_log, const ACTIVATION* dt_bias,
         const ACTIVATION* draft_rows, const int* committed_len, const int* query_start_loc, const int* seq_lens,
         const int* slot_ids, const int* num_seqs, uint16* keys, Tile* queries, Pairs* solve, Tile* scores, float* decays,
-        int batch_size, int from_chunk) {
+        ChunkRows* chunks, int batch_size, int from_chunk) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
   start_next();
@@ -224,9 +224,12 @@ prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_lo
   const Batch batch = {query_start_loc, seq_lens, slot_ids, num_seqs, committed_len, batch_size};
   const Operands operands = {conv_out, ba, A_log, dt_bias, draft_rows};
   const Prepared prepared = {keys, queries, solve, scores, decays};
-  LongSequence sequence;
-  if (locate_chunks(chunk, chunk + 1, 0, batch, sequence)) {
-    const int first_row = (chunk - sequence.first) * ROWS;
+  LongSequence sequence = {};
+  const bool exists = locate_chunks(chunk, chunk + 1, 0, batch, sequence);
+  const int first_row = (chunk - sequence.first) * ROWS;
+  if (key_head == 0 && threadIdx.x == 0)
+    chunks[chunk] = {int(sequence.token(first_row)), sequence.pending - first_row, exists ? sequence.rows() - first_row : 0, 0};
+  if (exists) {
     if (first_row < sequence.rows()) {
       if (warp < LOADING_WARPS) {
         load_rows(shared, sequence, first_row, key_head, operands, prepared.keys_of(place, key_head));

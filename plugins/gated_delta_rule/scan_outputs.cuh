@@ -29,23 +29,27 @@ struct Copies {
     left = part.sequence.rows() - row;
   }
 
-  // Those of the next chunk.
-  __device__ __forceinline__ void start(Stage& stage) {
+  // Share `n` of KEY_TILES of the next chunk's copies. Together they would fill the queue that all of a multiprocessor's
+  // accesses to shared memory go through, so a share is started between products.
+  __device__ __forceinline__ void start(Stage& stage, int n) const {
     static_assert(THREADS / SEGMENTS >= DRAFTS, "rows to replay are the first of a thread");
+    constexpr int ROUNDS = ROWS * SEGMENTS / THREADS;
     const int thread = output_thread();
     uint16* keys_to = &stage.keys[thread / KEY_SEGMENTS][thread % KEY_SEGMENTS * 8];
-#pragma unroll
-    for (int i = 0; i < ROWS * KEY_SEGMENTS / THREADS; ++i)
-      copy_async_16(keys_to + i * (THREADS / KEY_SEGMENTS) * KEY_PITCH, keys + i * THREADS * 8);
-#pragma unroll
-    for (int i = 0; i < ceil_div(TRIANGLE * WARP, THREADS); ++i)
-      if (i * THREADS + thread < TRIANGLE * WARP)
-        copy_async_16(&stage.solve[0][0] + thread + i * THREADS, solve + i * THREADS);
-    if (thread < 2 * ROWS / 4) copy_async_16(&stage.decays[0][0] + thread * 4, decays);
+    copy_async_16(keys_to + n * (THREADS / KEY_SEGMENTS) * KEY_PITCH, keys + n * THREADS * 8);
     ACTIVATION* values_to = &stage.values[thread / SEGMENTS][thread % SEGMENTS * 8];
 #pragma unroll
-    for (int row = 0; row < ROWS; row += THREADS / SEGMENTS)
-      copy_async_16(values_to + row * SLICE_PITCH, row ? values + row * CONV_WIDTH : first_values, row < left);
+    for (int i = n; i < ROUNDS; i += KEY_TILES) {
+      const int row = i * (THREADS / SEGMENTS);
+      copy_async_16(values_to + row * SLICE_PITCH, i ? values + row * CONV_WIDTH : first_values, row < left);
+    }
+#pragma unroll
+    for (int i = n; i < ceil_div(TRIANGLE * WARP, THREADS); i += KEY_TILES)
+      if (i * THREADS + thread < TRIANGLE * WARP)
+        copy_async_16(&stage.solve[0][0] + thread + i * THREADS, solve + i * THREADS);
+    if (n == KEY_TILES - 1 && thread < 2 * ROWS / 4) copy_async_16(&stage.decays[0][0] + thread * 4, decays);
+  }
+  __device__ __forceinline__ void advance() {
     commit_copies();
     keys += K_HEADS * ROWS * KEY_DIM, solve += V_HEADS * TRIANGLE * WARP, decays += V_HEADS * 2 * ROWS;
     values += ROWS * CONV_WIDTH, first_values = values, left -= ROWS;
@@ -67,16 +71,14 @@ struct Outputs {
     out = memory.out + part.sequence.token(row) * VALUE_WIDTH + part.column() + lane % 4 * (SLICE / 4);
     norms = memory.norms + ((int64(part.place) * V_HEADS + part.head) * SLICES + part.slice) * ROWS + place;
   }
-  __device__ __forceinline__ void load_queries(Tile (&to)[KEY_TILES]) {
+  // Of the next chunk.
+  __device__ __forceinline__ void load(Tile (&to_queries)[KEY_TILES], Tile (&to_scores)[ROW_TILES]) {
 #pragma unroll
-    for (int n = 0; n < KEY_TILES; ++n) to[n] = queries[n * WARP];
-    queries += K_HEADS * ROW_TILES * KEY_TILES * WARP;
-  }
-  __device__ __forceinline__ void load_scores(Tile (&to)[ROW_TILES]) {
+    for (int n = 0; n < KEY_TILES; ++n) to_queries[n] = queries[n * WARP];
 #pragma unroll
     for (int j = 0; j < ROW_TILES; ++j)
-      if (j <= output_thread() / WARP) to[j] = scores[j * WARP];
-    scores += V_HEADS * TRIANGLE * WARP;
+      if (j <= output_thread() / WARP) to_scores[j] = scores[j * WARP];
+    queries += K_HEADS * ROW_TILES * KEY_TILES * WARP, scores += V_HEADS * TRIANGLE * WARP;
   }
 
   // Rows over the RMS of their columns here: a lane stores its columns of a row, 8 n + 2 t and the next, side by side.
@@ -110,23 +112,31 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Memory& memor
   const float unscale = 1.f / scale;
   Copies copies(shared.part, memory);
   Outputs outputs(shared.part, memory);
-  copies.start(shared.stages[from % 2]);
-  Tile queries[KEY_TILES], scores[ROW_TILES];
-  outputs.load_queries(queries);
+#pragma unroll
+  for (int n = 0; n < KEY_TILES; ++n) copies.start(shared.stages[from % 2], n);
+  copies.advance();
+  Tile queries[KEY_TILES], scores[ROW_TILES] = {}, next_scores[ROW_TILES] = {};
+  outputs.load(queries, next_scores);
   wait_copies<0>();
   arrive_at<NEXT_MAY_COME, BLOCK>();
 #pragma unroll 1
   for (int chunk = from; chunk < to; ++chunk) {
-    outputs.load_scores(scores);
+    const bool is_last = chunk + 1 == to;
+    Stage& next = shared.stages[(chunk + 1) % 2];
+#pragma unroll
+    for (int j = 0; j < ROW_TILES; ++j) scores[j] = next_scores[j];
     wait_at<STATE_THERE, BLOCK>();
-    if (chunk + 1 < to) copies.start(shared.stages[(chunk + 1) % 2]);
     float sums[2 * OUTPUT_TILES][4] = {};
 #pragma unroll
-    for (int n = 0; n < KEY_TILES; ++n)
+    for (int n = 0; n < KEY_TILES; ++n) {
+      if (!is_last) copies.start(next, n);
 #pragma unroll
       for (int column = 0; column < OUTPUT_TILES; ++column)
         multiply_transposed(sums + 2 * column, queries[n], load_pairs(&shared.state[TILE * column][TILE * n], KEY_PITCH));
-    if (chunk + 1 < to) outputs.load_queries(queries);
+    }
+    copies.advance();
+    // Both together, as a wait for the one would be for the other as well.
+    if (!is_last) outputs.load(queries, next_scores);
     const float* decays = shared.stages[chunk % 2].decays[0] + tile * TILE + lane / 4;
     const float factors[2] = {decays[0] * rsqrtf(float(KEY_DIM)), decays[8] * rsqrtf(float(KEY_DIM))};
 #pragma unroll
@@ -142,7 +152,7 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Memory& memor
         multiply_transposed(sums + 2 * column, scores[j], load_pairs(&shared.deltas[TILE * column][TILE * j], ROW_PITCH));
     }
     wait_copies<0>();
-    if (chunk + 1 < to) arrive_at<NEXT_MAY_COME, BLOCK>();
+    if (!is_last) arrive_at<NEXT_MAY_COME, BLOCK>();
     outputs.store(sums, unscale);
   }
   return !__syncthreads_or(false);
