@@ -50,7 +50,6 @@ struct Copies {
     if (n == KEY_TILES - 1 && thread < 2 * ROWS / 4) copy_async_16(&stage.decays[0][0] + thread * 4, decays);
   }
   __device__ __forceinline__ void advance() {
-    commit_copies();
     keys += K_HEADS * ROWS * KEY_DIM, solve += V_HEADS * TRIANGLE * WARP, decays += V_HEADS * 2 * ROWS;
     values += ROWS * CONV_WIDTH, first_values = values, left -= ROWS;
   }
@@ -71,13 +70,15 @@ struct Outputs {
     out = memory.out + part.sequence.token(row) * VALUE_WIDTH + part.column() + lane % 4 * (SLICE / 4);
     norms = memory.norms + ((int64(part.place) * V_HEADS + part.head) * SLICES + part.slice) * ROWS + place;
   }
-  // Of the next chunk.
+  // Of a chunk, as for `Copies`.
   __device__ __forceinline__ void load(Tile (&to_queries)[KEY_TILES], Tile (&to_scores)[ROW_TILES]) {
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n) to_queries[n] = queries[n * WARP];
 #pragma unroll
     for (int j = 0; j < ROW_TILES; ++j)
       if (j <= output_thread() / WARP) to_scores[j] = scores[j * WARP];
+  }
+  __device__ __forceinline__ void advance() {
     queries += K_HEADS * ROW_TILES * KEY_TILES * WARP, scores += V_HEADS * TRIANGLE * WARP;
   }
 
@@ -114,29 +115,30 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Memory& memor
   Outputs outputs(shared.part, memory);
 #pragma unroll
   for (int n = 0; n < KEY_TILES; ++n) copies.start(shared.stages[from % 2], n);
-  copies.advance();
+  commit_copies();
   Tile queries[KEY_TILES], scores[ROW_TILES] = {}, next_scores[ROW_TILES] = {};
   outputs.load(queries, next_scores);
+  if (from + 1 < to) copies.advance(), outputs.advance();
   wait_copies<0>();
   arrive_at<NEXT_MAY_COME, BLOCK>();
 #pragma unroll 1
   for (int chunk = from; chunk < to; ++chunk) {
-    const bool is_last = chunk + 1 == to;
-    Stage& next = shared.stages[(chunk + 1) % 2];
+    Stage& next = shared.stages[(chunk + 1) % 2];  // behind the last chunk it gets that once more, which costs least
 #pragma unroll
     for (int j = 0; j < ROW_TILES; ++j) scores[j] = next_scores[j];
     wait_at<STATE_THERE, BLOCK>();
     float sums[2 * OUTPUT_TILES][4] = {};
 #pragma unroll
     for (int n = 0; n < KEY_TILES; ++n) {
-      if (!is_last) copies.start(next, n);
+      copies.start(next, n);
 #pragma unroll
       for (int column = 0; column < OUTPUT_TILES; ++column)
         multiply_transposed(sums + 2 * column, queries[n], load_pairs(&shared.state[TILE * column][TILE * n], KEY_PITCH));
     }
-    copies.advance();
+    commit_copies();
     // Both together, as a wait for the one would be for the other as well.
-    if (!is_last) outputs.load(queries, next_scores);
+    outputs.load(queries, next_scores);
+    if (chunk + 2 < to) copies.advance(), outputs.advance();
     const float* decays = shared.stages[chunk % 2].decays[0] + tile * TILE + lane / 4;
     const float factors[2] = {decays[0] * rsqrtf(float(KEY_DIM)), decays[8] * rsqrtf(float(KEY_DIM))};
 #pragma unroll
@@ -152,7 +154,7 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Memory& memor
         multiply_transposed(sums + 2 * column, scores[j], load_pairs(&shared.deltas[TILE * column][TILE * j], ROW_PITCH));
     }
     wait_copies<0>();
-    if (!is_last) arrive_at<NEXT_MAY_COME, BLOCK>();
+    if (chunk + 1 < to) arrive_at<NEXT_MAY_COME, BLOCK>();
     outputs.store(sums, unscale);
   }
   return !__syncthreads_or(false);

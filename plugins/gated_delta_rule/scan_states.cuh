@@ -103,10 +103,12 @@ __device__ __forceinline__ void advance_chunk(State& state, const Tile (&before)
   for (int row = 0; row < ROW_TILES; ++row) {
     if (row % 2 == 0) {
 #pragma unroll
-      for (int n = 0; n < KEY_TILES; ++n)
+      for (int n = 0; n < KEY_TILES; ++n) {
 #pragma unroll
         for (int of_two = row; of_two < row + 2; ++of_two)
           multiply_transposed(reads + 2 * of_two, before[n], load_pairs(&stage.keys[TILE * of_two][TILE * n], KEY_PITCH));
+        if (row == 0) __syncwarp();  // else the compiler has the products of one tile wait for each other
+      }
     }
     errors[row] = compare_values(reads + 2 * row, stage, row, scale);
 #pragma unroll
