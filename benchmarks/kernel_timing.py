@@ -1,8 +1,9 @@
-"""Times GPU work by replays of CUDA graphs, beside a copy of the same bytes.
+"""Times GPU work by replays of CUDA graphs, beside a copy of the same bytes or a product of as many operations.
 
 `cold` flushes the L2 cache before each call: the work of a graph that flushes and calls, less one that only flushes.
 `chained` runs calls on distinct operands back to back, as a model does. A fraction is the time that a copy which moves
-the same bytes takes, measured in the same way in the same run, over the time of the call.
+the same bytes takes, measured in the same way in the same run, over the time of the call. For work that is bound by its
+arithmetic, `against_matmul`, it is the time of as many operations in torch.matmul of BF16, over the time of the call.
 """
 
 from __future__ import annotations
@@ -42,6 +43,25 @@ class Timing:
         )
 
 
+@dataclass(frozen=True)
+class ComputeTiming(Timing):
+    """The same with ``flops`` floating point operations, and the microseconds that torch.matmul takes for as many."""
+
+    flops: int
+    matmul_microseconds: float
+
+    @property
+    def fraction(self) -> float:
+        return self.matmul_microseconds / self.microseconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name:58} {self.microseconds:9.2f} us  {self.flops / 1e9:9.2f} GFLOP  "
+            f"{self.flops / self.microseconds / 1e6:5.0f} TFLOP/s  {100 * self.fraction:5.1f} % of matmul's "
+            f"{self.flops / self.matmul_microseconds / 1e6:.0f}"
+        )
+
+
 def cold(name: str, work: Work, num_bytes: int) -> Timing:
     """One call with a cold L2 cache. ``work`` has to be safe to capture; it is run a few times first."""
     return Timing(name, _cold_microseconds(work), num_bytes, copy_microseconds(num_bytes))
@@ -50,6 +70,25 @@ def cold(name: str, work: Work, num_bytes: int) -> Timing:
 def chained(name: str, works: Sequence[Work], num_bytes: int) -> Timing:
     """The mean of calls back to back in one graph; ``num_bytes`` of one call. Give enough to overflow the L2 cache."""
     return Timing(name, _chained_microseconds(works), num_bytes, _chained_copy_microseconds(num_bytes))
+
+
+def against_matmul(
+    name: str, works: Sequence[Work], num_bytes: int, flops: int, shape: tuple[int, int, int]
+) -> ComputeTiming:
+    """`chained`, beside torch.matmul in BF16 of ``shape``: tokens, rows of the weight, columns."""
+    tokens, rows, columns = shape
+    matmul = _matmul_microseconds(*shape) * flops / (2 * tokens * rows * columns)
+    copy = _chained_copy_microseconds(num_bytes)
+    return ComputeTiming(name, _chained_microseconds(works), num_bytes, copy, flops, matmul)
+
+
+@cache
+def _matmul_microseconds(tokens: int, rows: int, columns: int) -> float:
+    """Of products with distinct weights, larger than the cache altogether."""
+    x = torch.randn(tokens, columns, dtype=torch.bfloat16, device="cuda")
+    count = min(max(FLUSH_BYTES // (2 * rows * columns), 2), MOST_COPIES)
+    weights = [torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") for _ in range(count)]
+    return _chained_microseconds([lambda weight=weight: x @ weight.T for weight in weights])
 
 
 @cache

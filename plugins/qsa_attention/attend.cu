@@ -3,7 +3,8 @@
 // shared memory between; only scores pass through it. A warp computes the scores of 8 of a tile's 32 tokens for all
 // heads, and then 64 columns of the output over all tokens.
 // Macros: HEAD_DIM (a multiple of 8), HQ, HKV, RATIO, PAGE, CACHE: bf16 or e4m3, IS_SPLIT: whether `merge`
-// follows, PREFETCH: whether rows of tiles ahead are brought into L2.
+// follows, PREFETCH: whether rows of tiles ahead are brought into L2, BESIDE_TILES: whether `attend_tiles` is in front,
+// and memory says which rows are in a tile.
 #include "qsa_attention/selection.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP, HEADS = 16;
@@ -225,7 +226,7 @@ __device__ __forceinline__ void store(const Accumulator& total, int64 head, int 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* kv_cache, const int* query_start_loc,
        const int* seq_lens, const int* block_table, const int* num_seqs, float* partial_out, float2* partial_sums,
-       bf16* out, int num_groups, int batch_size, int max_blocks, float score_scale) {
+       bf16* out, const uint8* is_in_tile, int num_groups, int batch_size, int max_blocks, float score_scale) {
   __shared__ uint4 queries[HEADS][Q_STRIDE];
   __shared__ __align__(16) float scores[2][HEADS][SCORE_STRIDE];
   const int token = blockIdx.x / (HKV * HEAD_TILES), unit = blockIdx.x % (HKV * HEAD_TILES);
@@ -233,6 +234,12 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
   const int count = min(HEADS, (kv_head + 1) * GROUP - first_head);
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const CACHE* cache = kv_cache + kv_head * HEAD_DIM;
+#if BESIDE_TILES
+  if (is_in_tile[token]) {
+    wait_for_previous();
+    return;
+  }
+#endif
 
   // `prepare` started this kernel when all before `prepare` was done. So in front of the wait all may be read but
   // the rows of the step's new tokens.
@@ -244,9 +251,12 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
   Tile tile;
   const bool is_new = __any_sync(FULL_MASK, walk.now.token >= place.context);
   if (!is_new) tile.load_keys(cache, walk.now.row()), tile.load_values(cache, walk.now.row());
-  wait_for_previous();
+  if (!BESIDE_TILES) wait_for_previous();  // `attend_tiles` starts this kernel when all is there
   start_next();
-  if (place.sequence < 0) return;
+  if (place.sequence < 0) {
+    if (BESIDE_TILES) wait_for_previous();
+    return;
+  }
   if (is_new) tile.load_keys(cache, walk.now.row()), tile.load_values(cache, walk.now.row());
 
   load_queries(queries, q + (int64(token) * HQ + first_head) * HEAD_DIM, count);
@@ -271,6 +281,7 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
     total.add(scores[buffer], tile);
     if (has_tile) tile.load_values(cache, walk.now.row());
   }
+  if (BESIDE_TILES) wait_for_previous();
   store(total, int64(token) * HQ + first_head, count, partial_out, partial_sums,
         qkv + int64(token) * (2 * HQ + 2 * HKV) * HEAD_DIM + (2 * first_head + 1) * HEAD_DIM, out);
 }
