@@ -6,7 +6,13 @@
 //     A_ij = beta_i D_ij k_i.k_j (j < i)        solve  = (1 + A)^-1 diag(beta)
 //     delta = solve (V - G (K S))               scores = D_ij q_i.k_j (j <= i)
 //     O     = G (Q S) + scores delta            S'     = G_last S + (G_last / G K)^T delta
-// Operands of tensor cores are fp16: keys, queries, solve, scores and decays are at most 1, as |1 - beta k k^T| <= 1.
+// Decays are exp2 of differences that are not positive, all within a chunk. `prepare` has a block for each chunk and key head,
+// `scan` for each sequence, value head and slice of columns; `finish` is the norm over all columns of a head, and its gate.
+// While one turn is scanned, on as many multiprocessors as that has blocks, the next is prepared on the others and the one
+// before it finished; what they hand to each other stays in the L2 cache for the most part.
+//
+// Operands of tensor cores are fp16: keys, queries, solve, scores and decays are at most 1, as |1 - beta k k^T| <= 1. Values,
+// state and deltas are not bounded, see scan.cu.
 //
 // Macros of all: K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: half of the ring's rows; LONGEST: rows of a sequence that is
 // not long.

@@ -21,7 +21,7 @@ __device__ __forceinline__ void transpose_words(uint32 (&words)[4]) {
   }
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK)
+extern "C" __global__ void __launch_bounds__(BLOCK, 5)  // so few registers that a block fits beside one of the scan
 finish(const ACTIVATION* qkvz, const ACTIVATION* norm_weight, const ChunkRows* chunks, const float* norms, ACTIVATION* out,
        float eps, int from_chunk, int waits_first) {
   if (waits_first) wait_for_previous();
