@@ -116,16 +116,14 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Memory& memor
 #pragma unroll
   for (int n = 0; n < KEY_TILES; ++n) copies.start(shared.stages[from % 2], n);
   commit_copies();
-  Tile queries[KEY_TILES], scores[ROW_TILES] = {}, next_scores[ROW_TILES] = {};
-  outputs.load(queries, next_scores);
+  Tile queries[KEY_TILES], scores[ROW_TILES] = {};
+  outputs.load(queries, scores);
   if (from + 1 < to) copies.advance(), outputs.advance();
   wait_copies<0>();
   arrive_at<NEXT_MAY_COME, BLOCK>();
 #pragma unroll 1
   for (int chunk = from; chunk < to; ++chunk) {
     Stage& next = shared.stages[(chunk + 1) % 2];  // behind the last chunk it gets that once more, which costs least
-#pragma unroll
-    for (int j = 0; j < ROW_TILES; ++j) scores[j] = next_scores[j];
     wait_at<STATE_THERE, BLOCK>();
     float sums[2 * OUTPUT_TILES][4] = {};
 #pragma unroll
@@ -136,9 +134,7 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Memory& memor
         multiply_transposed(sums + 2 * column, queries[n], load_pairs(&shared.state[TILE * column][TILE * n], KEY_PITCH));
     }
     commit_copies();
-    // Both together, as a wait for the one would be for the other as well.
-    outputs.load(queries, next_scores);
-    if (chunk + 2 < to) copies.advance(), outputs.advance();
+    if (chunk + 2 < to) copies.advance();
     const float* decays = shared.stages[chunk % 2].decays[0] + tile * TILE + lane / 4;
     const float factors[2] = {decays[0] * rsqrtf(float(KEY_DIM)), decays[8] * rsqrtf(float(KEY_DIM))};
 #pragma unroll
@@ -153,6 +149,9 @@ __device__ __forceinline__ bool scan_outputs(Shared& shared, const Memory& memor
       for (int column = 0; column < OUTPUT_TILES; ++column)
         multiply_transposed(sums + 2 * column, scores[j], load_pairs(&shared.deltas[TILE * column][TILE * j], ROW_PITCH));
     }
+    // Not earlier, as a wait for anything else may be a wait for these, which come behind the copies.
+    outputs.load(queries, scores);
+    if (chunk + 2 < to) outputs.advance();
     wait_copies<0>();
     if (chunk + 1 < to) arrive_at<NEXT_MAY_COME, BLOCK>();
     outputs.store(sums, unscale);
