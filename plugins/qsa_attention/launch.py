@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import F32, Call, Kernel, Launch, c_type
+from qwen4exp_trt.plugins.kernels import F32, Call, Kernel, Launch, ScratchRef, c_type
 from qwen4exp_trt.plugins.qsa_attention.tiles import find_tiles, tile_launch, union_launch
 
 THREADS = 128
@@ -22,8 +22,6 @@ MAX_HEADS = 16
 MAX_HEAD_DIM = 512
 SLAB = 64
 """Output columns that a block of the merge has."""
-PREFETCH = 1
-"""Whether the rows of the tiles ahead are brought into L2."""
 BLOCKS_PER_SM = 3
 """Splits are as many as give each multiprocessor so many blocks: fewer leave it idle, more have more to merge."""
 
@@ -75,7 +73,7 @@ def launches(call: Call) -> Iterator[Launch]:
         if ratio == 0:
             return  # all rows are in tiles
     is_split = is_float or splits > 1
-    flags = (("IS_SPLIT", int(is_split)), ("PREFETCH", PREFETCH), ("BESIDE_TILES", int(tiles is not None)))
+    flags = (("IS_SPLIT", int(is_split)), ("BESIDE_TILES", int(tiles is not None)))
     name, variant = ("attend_float", ()) if is_float else ("attend", flags)
     is_in_tile = partial_sums if tiles is None else tiles.is_in_tile
     gates_and_out = ((), ()) if is_float else ((qkv,), (call["out"], is_in_tile))
@@ -88,15 +86,22 @@ def launches(call: Call) -> Iterator[Launch]:
             *(*gates_and_out[1], d["G"], d["B"], d["MB"], score_scale),
         ),
     )
-    if not is_split:
-        return
+    if is_split:
+        yield _merge(call, (*heads, *types), splits, (partial_out, partial_sums))
+
+
+def _merge(
+    call: Call, defines: tuple[tuple[str, int | float | str], ...], splits: int, parts: tuple[ScratchRef, ScratchRef]
+) -> Launch:
+    """Joins the ``splits`` of each head."""
+    tokens, num_heads, part_width = call.dims["T"], call.attrs["num_heads"], -(-call.dims["D"] // SLAB) * SLAB
     slices = min(-(-splits // MERGE_AHEAD), MERGE_SLICES)
     batch = (call["query_start_loc"], call["num_seqs"])
-    yield Launch(
-        Kernel("qsa_attention/merge.cu", "merge", (*heads, *types)),
+    return Launch(
+        Kernel("qsa_attention/merge.cu", "merge", defines),
         grid=(tokens * num_heads * (part_width // SLAB), 1, 1),
         threads=max(SLAB, -(-slices * SLAB // 4 // 32) * 32),
-        args=(partial_out, partial_sums, qkv, *batch, call["out"], splits, slices),
+        args=(*parts, call["qkv"], *batch, call["out"], splits, slices),
         shared_bytes=4 * (slices * SLAB + splits),
     )
 
