@@ -11,8 +11,8 @@ import torch
 from qwen4exp_trt.builder.op_calls import OpCall, distinct_calls
 from qwen4exp_trt.builder.plan import DEVICES
 from qwen4exp_trt.errors import BuildError
-from qwen4exp_trt.plugins.compile import cubin_key, load_cubins, supported_architectures
-from qwen4exp_trt.plugins.kernels import Kernel
+from qwen4exp_trt.plugins.compile import capability_of, cubin_key, load_cubins, supported_architectures
+from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, Kernel
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
@@ -26,7 +26,9 @@ _SM_COUNTS = (*(device.num_sms for device in DEVICES.values()), 132)
 """Multiprocessors of the GPUs whose kernels a target gets of which nothing is known: the known ones, and an H200."""
 
 
-def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Kernel]:
+def kernels_of(
+    program: Program, limits: EngineLimits, num_sms: int, capability: tuple[int, int] = MIN_CAPABILITY
+) -> list[Kernel]:
     """Every kernel that a step within ``limits`` may launch on a GPU with ``num_sms`` multiprocessors, each once."""
     found: dict[Kernel, None] = {}
     calls = [*distinct_calls(with_own_linears(program)), *_sampling_calls(program)]
@@ -36,7 +38,7 @@ def kernels_of(program: Program, limits: EngineLimits, num_sms: int) -> list[Ker
                 continue
             if dims["max_blocks"] < limits.blocks_per_seq and not call.uses("max_blocks"):
                 continue
-            found |= dict.fromkeys(launch.kernel for launch in call.plan(dims, num_sms).launches)
+            found |= dict.fromkeys(launch.kernel for launch in call.plan(dims, num_sms, capability).launches)
     return list(found)
 
 
@@ -50,7 +52,10 @@ def compile_kernels(program: Program, limits: EngineLimits, targets: Sequence[st
     for target in targets:
         arch, device = architecture_of_target(target), DEVICES.get(target)
         counts = _SM_COUNTS if device is None else (device.num_sms,)
-        needed = list({kernel: None for num_sms in counts for kernel in kernels_of(program, limits, num_sms)})
+        capability = capability_of(arch)
+        needed = list(
+            {kernel: None for num_sms in counts for kernel in kernels_of(program, limits, num_sms, capability)}
+        )
         codes = load_cubins(needed, arch)
         files |= {f"{cubin_key(kernel, arch)}.cubin": code for kernel, code in zip(needed, codes, strict=True)}
     return files

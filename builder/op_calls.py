@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from qwen4exp_trt.plugins.kernels import Plan
+from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, Plan
 from qwen4exp_trt.plugins.registry import spec_of
 from qwen4exp_trt.plugins.spec import OpSpec, element_shape
 from qwen4exp_trt.runtime.program import Program
@@ -23,10 +23,10 @@ class OpCall(NamedTuple):
     dtypes: dict[str, torch.dtype]
     attrs: dict[str, Any]
 
-    def plan(self, dims: Mapping[str, int], num_sms: int) -> Plan:
+    def plan(self, dims: Mapping[str, int], num_sms: int, capability: tuple[int, int] = MIN_CAPABILITY) -> Plan:
         """The kernel launches at the extents ``dims`` on a GPU with ``num_sms`` multiprocessors."""
         shapes = {name: [extent_of(dim, dims) for dim in shape] for name, shape in self.shapes.items()}
-        return self.spec.plan(shapes, self.dtypes, self.attrs, num_sms)
+        return self.spec.plan(shapes, self.dtypes, self.attrs, num_sms, capability)
 
     def uses(self, dim: str) -> bool:
         """Whether an operand has the dynamic extent ``dim``."""

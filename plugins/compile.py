@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import Kernel, define_flags
+from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, Kernel, define_flags
 
 SOURCES = Path(__file__).parent
 _INCLUDE = SOURCES / "include"
 _IMPORTING = threading.Lock()
 """Threads that compile side by side must not find a module that another is still importing."""
 _INSTALL = "pip install 'qwen4exp-trt[cuda]'"
-_MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,14 @@ class Cubin:
 def architecture(capability: tuple[int, int]) -> str:
     """The compiler's name of a compute capability, ``sm_121a``; from SM100 on with its own instructions (``a``)."""
     major, minor = capability
-    if capability < _MIN_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         raise PluginError(f"the kernels need compute capability 8.0 or later, this GPU has {major}.{minor}")
     return f"sm_{major}{minor}{'a' if major >= 10 else ''}"
+
+
+def capability_of(arch: str) -> tuple[int, int]:
+    """The compute capability of an `architecture`."""
+    return divmod(int(arch.removeprefix("sm_").removesuffix("a")), 10)
 
 
 def cubin_key(kernel: Kernel, arch: str) -> str:
@@ -122,7 +126,7 @@ def supported_architectures() -> list[str]:
     """Every architecture that NVRTC here compiles the kernels for; `PluginError` if it is not installed."""
     error, found = _nvrtc().nvrtcGetSupportedArchs()
     assert not error, error
-    return [architecture(divmod(number, 10)) for number in found if divmod(number, 10) >= _MIN_CAPABILITY]
+    return [architecture(divmod(number, 10)) for number in found if divmod(number, 10) >= MIN_CAPABILITY]
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.execute import execute, num_multiprocessors
-from qwen4exp_trt.plugins.kernels import NUM_SEMAPHORES, Plan
+from qwen4exp_trt.plugins.execute import compute_capability, execute, num_multiprocessors
+from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, NUM_SEMAPHORES, Plan
 from qwen4exp_trt.plugins.spec import OpSpec, element_shape
 
 _Value = TypeVar("_Value")
@@ -55,7 +55,8 @@ def _prepare(spec: OpSpec, tensors: Mapping[str, Tensor], attrs: Mapping[str, An
     bound = spec.check_operands(tensors, attrs)
     elements = {name: element_shape(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    plan = cached_plan(spec, elements, dtypes, attrs, num_multiprocessors(device_index))
+    target = num_multiprocessors(device_index), compute_capability(device_index)
+    plan = cached_plan(spec, elements, dtypes, attrs, *target)
     results = zip(
         spec.outputs, spec.output_shapes(bound), spec.output_dtypes(list(dtypes.values()), attrs), strict=True
     )
@@ -68,12 +69,13 @@ def cached_plan(
     dtypes: Mapping[str, torch.dtype],
     attrs: Mapping[str, Any],
     num_sms: int,
+    capability: tuple[int, int] = MIN_CAPABILITY,
 ) -> Plan:
     """`OpSpec.plan`, made once for equal arguments."""
     values = tuple(map(_hashable, attrs.values()))
-    key = (spec.name, tuple(map(tuple, shapes.values())), tuple(dtypes.values()), values, num_sms)
+    key = (spec.name, tuple(map(tuple, shapes.values())), tuple(dtypes.values()), values, num_sms, capability)
     plan = _plans.get(key)
-    return plan or _keep(_plans, key, spec.plan(shapes, dtypes, attrs, num_sms))
+    return plan or _keep(_plans, key, spec.plan(shapes, dtypes, attrs, num_sms, capability))
 
 
 def _keep(cached: dict[Any, _Value], key: Any, value: _Value) -> _Value:

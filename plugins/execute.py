@@ -29,6 +29,13 @@ def num_multiprocessors(device_index: int) -> int:
     return _device(device_index).properties.multiprocessor_count
 
 
+@cache
+def compute_capability(device_index: int) -> tuple[int, int]:
+    """Of a GPU."""
+    found = _device(device_index).compute_capability
+    return found.major, found.minor
+
+
 def execute(
     plan: Plan, pointers: Mapping[str, int], scratch: int, semaphores: int, device_index: int, stream: int
 ) -> None:
@@ -63,7 +70,7 @@ def _prepared(launch: Launch, device_index: int) -> tuple[Any, Any, list[tuple[A
         grid=launch.grid,
         block=launch.threads,
         shmem_size=launch.shared_bytes,
-        programmatic_stream_serialization=launch.overlaps and _device(device_index).compute_capability.major >= 9,
+        programmatic_stream_serialization=launch.overlaps and compute_capability(device_index) >= (9, 0),
     )
     return kernel, config, [(arg, _value(arg)) for arg in launch.args]
 
@@ -76,8 +83,7 @@ def _value(arg: Any) -> Any:
 
 @cache
 def _load(kernel: Kernel, device_index: int) -> Any:
-    capability = _device(device_index).compute_capability
-    code = load_cubin(kernel, architecture((capability.major, capability.minor)), tuple(_cubin_folders))
+    code = load_cubin(kernel, architecture(compute_capability(device_index)), tuple(_cubin_folders))
     return _core().ObjectCode.from_cubin(code, name=kernel.source).get_kernel(kernel.entry)
 
 

@@ -19,6 +19,8 @@ MAX_SHARED_BYTES = 99 * 1024
 """Dynamic and static shared memory of a block on SM120 and SM121."""
 MAX_SMS = 192
 """Multiprocessors of the largest GPU; a workspace for it does for all."""
+MIN_CAPABILITY = (8, 0)
+"""Of any GPU that the kernels are compiled for."""
 NUM_SEMAPHORES = 4096
 """Zeroed uint32 counters that a launch may use, if it leaves them zero."""
 
@@ -92,13 +94,14 @@ class Call:
     """The shapes of one call of an op, from which its launcher derives launches.
 
     ``call["x"]`` is the operand or output ``x``; ``dims`` has the bound dims and ``attrs`` the attributes by name.
-    ``num_sms`` is the number of multiprocessors of the target.
+    ``num_sms`` is the number of multiprocessors of the target, ``capability`` what its instructions are at least.
     """
 
     tensors: Mapping[str, TensorRef]
     dims: Mapping[str, int]
     attrs: Mapping[str, Any]
     num_sms: int
+    capability: tuple[int, int] = MIN_CAPABILITY
     scratch_bytes: int = field(default=0, init=False)
 
     def __getitem__(self, name: str) -> TensorRef:

@@ -10,7 +10,7 @@ import torch
 
 from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, c_type
 from qwen4exp_trt.plugins.moe_many_launch import many_launches, takes_many_tokens
-from qwen4exp_trt.plugins.moe_operands import BF16, Defines, Experts, Sizes, sizes_of
+from qwen4exp_trt.plugins.moe_operands import BF16, NVFP4, Defines, Experts, Sizes, sizes_of
 
 WARP = 32
 MOST_ROWS = 512
@@ -204,10 +204,12 @@ class Shape:
         )
 
 
+GATE_UP_ONE = Shape(warps=5, tiles=1, loads=4, blocks=7)
+"""For one token of NVFP4 experts: small blocks, of which each multiprocessor of an H200 has about as many, at once."""
 GATE_UP_FEW, FEW_TOKENS = Shape(warps=5, tiles=2, loads=8, blocks=4), 4
 """For up to `FEW_TOKENS`, where blocks are few; as the others, the fastest of those measured on an H200."""
-GATE_UP, DOWN = Shape(warps=2, tiles=2, loads=8, blocks=8), Shape(warps=4, tiles=1, loads=10, blocks=5)
-GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=3), Shape(warps=4, tiles=2, loads=8, blocks=3)
+GATE_UP, DOWN = Shape(warps=2, tiles=2, loads=8, blocks=7), Shape(warps=4, tiles=1, loads=10, blocks=4)
+GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=2), Shape(warps=4, tiles=2, loads=8, blocks=3)
 """For groups of more than 8 tokens."""
 
 
@@ -220,6 +222,8 @@ def _gate_up(
 ) -> Launch:
     routed, shared = sizes.routed, sizes.shared
     few = GATE_UP_FEW if rows.count <= FEW_TOKENS else GATE_UP
+    if one_token and routed.format == shared.format == NVFP4:
+        few = GATE_UP_ONE
     shape = few if group == 8 else GATE_UP_16
     tiles, shared_tiles = shape.tiles_of(routed), shape.tiles_of(shared)
     shared_blocks = shared_groups * (shared.inner // (8 * shared_tiles))

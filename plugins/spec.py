@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.dims import Dim, evaluate, is_name, names_in
-from qwen4exp_trt.plugins.kernels import Call, Launcher, Plan, TensorRef, make_plan
+from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, Call, Launcher, Plan, TensorRef, make_plan
 
 NAMESPACE = "q4e"
 
@@ -207,6 +207,7 @@ class OpSpec:
         dtypes: Mapping[str, torch.dtype],
         attrs: Mapping[str, Any],
         num_sms: int,
+        capability: tuple[int, int] = MIN_CAPABILITY,
     ) -> Plan:
         """The kernel launches of a call whose operands have these shapes (in elements) and dtypes."""
         if self.launches is None:
@@ -217,7 +218,7 @@ class OpSpec:
         results = zip(self.outputs, self.output_shapes(bound), outputs, strict=True)
         operands |= {arg.name: (shape, dtype) for arg, shape, dtype in results}
         tensors = {name: TensorRef(name, tuple(shape), dtype) for name, (shape, dtype) in operands.items()}
-        return make_plan(self.launches, Call(tensors, bound, attrs, num_sms))
+        return make_plan(self.launches, Call(tensors, bound, attrs, num_sms, capability))
 
     def validate(self) -> None:
         """Programmer's check of the spec itself, run when it is registered."""

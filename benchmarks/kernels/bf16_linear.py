@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from kernel_timing import Timing, Work, chained, cold
+from kernel_timing import Timing, Work, against_matmul, chained, cold
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -18,6 +18,7 @@ SHAPES = {
     "qkvz": (16384, 2560),
 }
 LAYERS = 24
+MANY_TOKENS, CHAINED = 2048, 4
 
 
 def measure() -> Iterator[Timing]:
@@ -31,6 +32,12 @@ def measure() -> Iterator[Timing]:
                 title = f"bf16_linear {name} {rows}x{columns} T={tokens} {who}"
                 yield cold(title, works[0], num_bytes)
                 yield chained(f"{title}, {LAYERS} chained", works, num_bytes)
+        many = torch.randn(MANY_TOKENS, columns, dtype=torch.bfloat16, device="cuda")
+        works = [_bind(torch.ops.q4e.linear, many, weight) for weight in weights[:CHAINED]]
+        num_bytes = 2 * (rows * columns + MANY_TOKENS * (rows + columns))
+        title = f"bf16_linear {name} {rows}x{columns} T={MANY_TOKENS} own, {CHAINED} chained"
+        flops = 2 * MANY_TOKENS * rows * columns
+        yield against_matmul(title, works, num_bytes, flops, (MANY_TOKENS, rows, columns))
 
 
 def _bind(product: Work, x: Tensor, weight: Tensor) -> Work:

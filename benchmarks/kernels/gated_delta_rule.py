@@ -25,13 +25,19 @@ def measure() -> Iterator[Timing]:
         yield cold(f"gated_delta_rule B=1 T=1, {pending} rows replayed", work, _num_bytes(1, 1) + replayed)
     works = [partial(torch.ops.q4e.gated_delta_rule, *_operands(1, 1)) for _ in range(LAYERS)]
     yield chained(f"gated_delta_rule B=1 T=1, {LAYERS} layers", works, _num_bytes(1, 1))
+    for sequences, rows in ((1, 2048), (1, 8192), (1, 32768), (4, 2048)):
+        work = partial(torch.ops.q4e.gated_delta_rule, *_operands(sequences, rows))
+        name, num_bytes = f"gated_delta_rule B={sequences} T={sequences * rows}", _num_bytes(sequences, rows)
+        yield cold(name, work, num_bytes)
+        yield chained(f"{name}, warm", [work], num_bytes)
 
 
 def _num_bytes(sequences: int, rows: int) -> int:
     """Read: states, inputs. Written: states, outputs, rows that may be taken back."""
     states = 2 * 4 * sequences * HV * K * V
     rows_bytes = 2 * sequences * rows * (CONV_WIDTH + 2 * VALUE_WIDTH + 2 * HV)
-    return states + rows_bytes + 2 * sequences * (rows - 1) * DRAFT_WIDTH
+    kept = rows - 1 if rows <= DRAFT_ROWS else 0
+    return states + rows_bytes + 2 * sequences * kept * DRAFT_WIDTH
 
 
 def _operands(sequences: int, rows: int, pending: int = 0) -> list[object]:

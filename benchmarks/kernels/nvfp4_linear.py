@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 import torch
-from kernel_timing import Timing, Work, chained, cold
+from kernel_timing import Timing, Work, against_matmul, chained, cold
 
 LAYERS = 48
 SHAPES = {"qkvz": (16384, 2560), "out": (2560, 6144)}
 ALONE = {"bar": (2560, 10240), **SHAPES, "qkv": (13312, 2560)}
-TOKENS = (1, 4, 8, 16, 32, 64, 512)
+TOKENS = (1, 4, 8, 16, 32, 64)
+MANY = {**SHAPES, "qkv": (13312, 2560), "shared gate_up": (1280, 2560), "shared down": (2560, 640)}
+MANY_TOKENS = (128, 256, 512, 2048, 8192)
+CHAINED = 8
 
 
 def weight(rows: int, columns: int) -> tuple[torch.Tensor, ...]:
@@ -51,8 +53,20 @@ def measure() -> Iterator[Timing]:
         }
         for name, shape in SHAPES.items():
             title = f"nvfp4_linear {name} T={tokens}, {LAYERS} layers chained"
-            yield chained(title, list(islice(works[name], LAYERS if tokens <= 64 else 8)), num_bytes(*shape, tokens))
+            yield chained(title, works[name], num_bytes(*shape, tokens))
         if tokens <= 8:
             both = [work for pair in zip(*works.values(), strict=True) for work in pair]
             mean = sum(num_bytes(*shape, tokens) for shape in SHAPES.values()) // 2
             yield chained(f"nvfp4_linear qkvz and out T={tokens}, {LAYERS} layers chained", both, mean)
+    del stack
+    yield from _many()
+
+
+def _many() -> Iterator[Timing]:
+    for name, (rows, columns) in MANY.items():
+        weights = [weight(rows, columns) for _ in range(CHAINED)]
+        for tokens in MANY_TOKENS:
+            works = [product(operands, tokens_of(tokens, columns)) for operands in weights]
+            title = f"nvfp4_linear {name} {rows}x{columns} T={tokens}, {CHAINED} chained"
+            flops = 2 * tokens * rows * columns
+            yield against_matmul(title, works, num_bytes(rows, columns, tokens), flops, (tokens, rows, columns))

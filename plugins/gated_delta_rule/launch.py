@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.gated_delta_rule.chunk_launch import LONGEST, chunk_launches
 from qwen4exp_trt.plugins.kernels import F32, MAX_SHARED_BYTES, Call, Kernel, Launch, c_type
 
 _CHUNK, _WARP, _ROW_LANES, _COLUMNS = 8, 32, 4, 4
 _MAX_THREADS = 512
 """Of a multiprocessor; 128 registers for each."""
+_ANY = 2**30
 
 _OPERANDS = ("conv_out", "qkvz", "ba", "A_log", "dt_bias", "norm_weight")
 _STATES = ("recurrent_state", "draft_rows", "committed_len")
@@ -42,12 +44,20 @@ class Geometry:
 
 
 def launches(call: Call) -> Iterator[Launch]:
+    """Sequences of few rows by the recurrence; in a step of many rows, long ones by chunks."""
+    by_chunks = chunk_launches(call)
+    yield from _few_rows(call, LONGEST if by_chunks else _ANY)
+    yield from by_chunks
+
+
+def _few_rows(call: Call, longest: int) -> Iterator[Launch]:
     heads, key_dim, value_dim, ring = (call.dims[name] for name in ("HV", "K", "V", "R"))
     geometry = Geometry.of(16, key_dim, value_dim)
     _check(call, geometry)
     # The heads of one sequence are a block a multiprocessor at most; more threads get its state on the way sooner.
     larger = Geometry.of(8, key_dim, value_dim)
-    if call.dims["B"] == 1 and larger.threads <= _MAX_THREADS:
+    is_one = call.dims["B"] == 1 and larger.threads <= _MAX_THREADS
+    if is_one:
         geometry = larger
     defines = (
         ("K_HEADS", call.attrs["num_k_heads"]),
@@ -55,18 +65,22 @@ def launches(call: Call) -> Iterator[Launch]:
         ("KEY_DIM", key_dim),
         ("VALUE_DIM", value_dim),
         ("DRAFTS", ring // 2),
+        ("LONGEST", longest),
         ("SILU_GATE", int(call.attrs["output_gate"] == "silu")),
         ("PART", 4 if heads % 2 == 0 else 2),
         ("ROWS", geometry.rows),
+        ("IS_LONE", int(is_one and longest == _ANY)),
         ("MIN_BLOCKS", _MAX_THREADS // geometry.threads),
         ("SHARED_BYTES", geometry.shared_bytes),
         ("ACTIVATION", c_type(call["conv_out"].dtype)),
     )
+    blocks = call.num_sms * (_MAX_THREADS // geometry.threads)
+    operands = (call[name] for name in (*_OPERANDS, *_STATES, *_BATCH))
     yield Launch(
         Kernel("gated_delta_rule/kernel.cu", "gated_delta_rule", defines),
         grid=(heads, call.dims["B"] if call.dims["T"] else 0, 1),
         threads=geometry.threads,
-        args=(*(call[name] for name in (*_OPERANDS, *_STATES, *_BATCH)), F32(call.attrs["eps"])),
+        args=(*operands, F32(call.attrs["eps"]), call.dims["T"] // max(call.dims["B"], 1), blocks),
         shared_bytes=geometry.shared_bytes,
     )
 

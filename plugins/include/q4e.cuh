@@ -52,6 +52,28 @@ __device__ __forceinline__ uint32 pack_bf16(float low, float high) {
 #endif
 }
 
+// The same of fp16, for operands that are bounded: eight times as exact as bf16. Above 65504 it is infinity.
+__device__ __forceinline__ uint32 pack_fp16(float low, float high) {
+#ifdef Q4E_EMULATE
+  return emulator::fp16_bits(low) | uint32(emulator::fp16_bits(high)) << 16;
+#else
+  uint32 pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#endif
+}
+__device__ __forceinline__ float2 unpack_fp16(uint32 pair) {
+#ifdef Q4E_EMULATE
+  return {emulator::fp16_value(pair), emulator::fp16_value(pair >> 16)};
+#else
+  float2 values;
+  asm("{.reg .f16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(pair));
+  return values;
+#endif
+}
+
 template <typename T>
 __device__ __forceinline__ T from_float(float x);
 template <>
@@ -101,6 +123,29 @@ __device__ __forceinline__ void e2m1_words(uint32 codes, uint32 words[4]) {
     words[2 * i] = (half & 0x000f000fu) * 0x1040u & 0x81c081c0u;
     words[2 * i + 1] = (half & 0x00f000f0u) * 0x0104u & 0x81c081c0u;
   }
+}
+
+// Bytes of (a, b), counted from the lowest of a, by the four lowest nibbles of `selector`; a nibble of 8 more gives the
+// byte's sign eight times.
+__device__ __forceinline__ uint32 permute_bytes(uint32 a, uint32 b, uint32 selector) {
+#ifdef Q4E_EMULATE
+  uint32 result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32 place = selector >> (4 * i) & 15u, byte = uint32((uint64(b) << 32 | a) >> (8 * (place & 7u))) & 0xffu;
+    result |= (place & 8u ? byte & 0x80u ? 0xffu : 0u : byte) << (8 * i);
+  }
+  return result;
+#else
+  uint32 result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
+  return result;
+#endif
+}
+
+// The same of elements 2i and 2i + 1, as neighbours lie in an activation. Without a sign in a byte there are zeros for the gaps.
+__device__ __forceinline__ uint32 e2m1_pair(uint32 codes, int i) {
+  const uint32 even = codes & 0x0f0f0f0fu, odd = codes >> 4 & 0x0f0f0f0fu;
+  return permute_bytes(even, odd, 0x8480u + 0x0101u * i) * 0x1040u & 0x81c081c0u;
 }
 
 __device__ __forceinline__ float e2m1_value(uint32 code) {
@@ -314,13 +359,47 @@ __device__ __forceinline__ void mma_16x8x16(float c[4], const uint32 a[4], const
 #endif
 }
 
+// The same of fp16 operands.
+__device__ __forceinline__ void mma_16x8x16_fp16(float c[4], const uint32 a[4], uint32 b_low, uint32 b_high) {
+#ifdef Q4E_EMULATE
+  const uint32 b[2] = {b_low, b_high};
+  emulator::mma_16x8x16<emulator::fp16_value>(c, a, b);
+#else
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "r"(b_high));
+#endif
+}
+
+// c[16 x 8] += a[16 x 64] b[64 x 8] of E2M1 codes, each 16 of K times an E4M3 scale without a sign, one warp; from SM120 on.
+// A register has 8 codes, the first in the lowest nibble. a[0], a[1], a[2], a[3] hold columns 8t .. 8t + 7 of row g, of row
+// g + 8, and columns 32 + 8t .. of row g, of g + 8; b[0], b[1] rows 8t .. and 32 + 8t .. of column g; c as of mma_16x8x16.
+// Four scales in a register, of the first 16 of K in the lowest byte: `scale_a` of row g + t % 2 * 8, `scale_b` of column g.
+#if defined(Q4E_EMULATE) || __CUDA_ARCH__ >= 1200
+__device__ __forceinline__ void mma_block_scaled_16x8x64(float c[4], const uint32 a[4], const uint32 b[2], uint32 scale_a,
+                                                         uint32 scale_b) {
+#ifdef Q4E_EMULATE
+  emulator::mma_block_scaled_16x8x64(c, a, b, scale_a, scale_b);
+#else
+  asm volatile(
+      "mma.sync.aligned.kind::mxf4nvf4.block_scale.scale_vec::4X.m16n8k64.row.col.f32.e2m1.e2m1.f32.ue4m3 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3}, {%10}, {%12, %12}, {%11}, {%12, %12};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(scale_a), "r"(scale_b), "h"(uint16(0)));
+#endif
+}
+#endif
+
 // Four 8 x 8 matrices of 16-bit values in shared memory: lane 8 i + r has the address of row r, 16 bytes, of matrix i.
 // values[i] are columns 2t, 2t + 1 of row g of matrix i: A or B operands of `mma_16x8x16`.
 __device__ __forceinline__ void load_matrices(uint32 values[4], const void* row) {
 #ifdef Q4E_EMULATE
+  const auto rows = emulator::exchange(row).first;
   const int lane = threadIdx.x % WARP;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) values[i] = __shfl_sync(FULL_MASK, static_cast<const uint32*>(row), 8 * i + lane / 4)[lane % 4];
+  for (int i = 0; i < 4; ++i)
+    values[i] = static_cast<const uint32*>(emulator::from_lane<const void*>(rows, 8 * i + lane / 4))[lane % 4];
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
@@ -331,13 +410,14 @@ __device__ __forceinline__ void load_matrices(uint32 values[4], const void* row)
 // The same of the transposed matrices: values[i] are rows 2t, 2t + 1 of column g of matrix i.
 __device__ __forceinline__ void load_matrices_transposed(uint32 values[4], const void* row) {
 #ifdef Q4E_EMULATE
+  const auto rows = emulator::exchange(row).first;
   const int lane = threadIdx.x % WARP;
-#pragma unroll
   for (int i = 0; i < 4; ++i) {
-    uint32 pair = 0;
-    for (int half = 0; half < 2; ++half)
-      pair |= uint32(__shfl_sync(FULL_MASK, static_cast<const uint16*>(row), 8 * i + lane % 4 * 2 + half)[lane / 4]) << 16 * half;
-    values[i] = pair;
+    values[i] = 0;
+    for (int half = 0; half < 2; ++half) {
+      const auto from = emulator::from_lane<const void*>(rows, 8 * i + lane % 4 * 2 + half);
+      values[i] |= uint32(static_cast<const uint16*>(from)[lane / 4]) << 16 * half;
+    }
   }
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -128,7 +128,21 @@ inline float bf16_value(uint32_t bits) {
   return x;
 }
 
-inline void mma_16x8x16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
+inline uint16_t fp16_bits(float x) {
+  _Float16 half = _Float16(x);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+}
+inline float fp16_value(uint32_t bits) {
+  _Float16 half;
+  std::memcpy(&half, &bits, 2);
+  return float(half);
+}
+
+// VALUE gives that of an operand from its bits.
+template <float (*VALUE)(uint32_t) = bf16_value>
+void mma_16x8x16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
   struct Fragments { uint32_t a[4], b[2]; } mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
   auto slots = exchange(mine).first;
   for (int i = 0; i < 4; ++i) {
@@ -137,7 +151,34 @@ inline void mma_16x8x16(float c[4], const uint32_t a[4], const uint32_t b[2]) {
       auto left = from_lane<Fragments>(slots, row % 8 * 4 + k % 8 / 2);
       auto right = from_lane<Fragments>(slots, column * 4 + k % 8 / 2);
       uint32_t x = left.a[row / 8 + 2 * (k / 8)] >> (16 * (k % 2)), y = right.b[k / 8] >> (16 * (k % 2));
-      c[i] += bf16_value(x) * bf16_value(y);
+      c[i] += VALUE(x) * VALUE(y);
+    }
+  }
+}
+
+inline float e2m1_value(uint32_t code) {
+  const float magnitudes[8] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
+  return code & 8 ? -magnitudes[code & 7] : magnitudes[code & 7];
+}
+inline float ue4m3_value(uint32_t code) {
+  if ((code & 0x7f) == 0x7f) return NAN;
+  return std::ldexp(code >> 3 & 15 ? 8.f + (code & 7) : float(code & 7), std::max(int(code >> 3 & 15), 1) - 10);
+}
+// The layout of mma.m16n8k64 with .scale_vec::4X in the PTX ISA, byte and thread selectors zero.
+inline void mma_block_scaled_16x8x64(float c[4], const uint32_t a[4], const uint32_t b[2], uint32_t scale_a, uint32_t scale_b) {
+  struct Fragments { uint32_t a[4], b[2], scale_a, scale_b; } mine = {{a[0], a[1], a[2], a[3]}, {b[0], b[1]}, scale_a, scale_b};
+  auto slots = exchange(mine).first;
+  for (int i = 0; i < 4; ++i) {
+    int row = lane() / 4 + 8 * (i / 2), column = 2 * (lane() % 4) + i % 2;
+    uint32_t row_scales = from_lane<Fragments>(slots, row % 8 * 4 + row / 8).scale_a;
+    uint32_t column_scales = from_lane<Fragments>(slots, column * 4).scale_b;
+    for (int k = 0; k < 64; k += 8) {
+      auto left = from_lane<Fragments>(slots, row % 8 * 4 + k % 32 / 8);
+      auto right = from_lane<Fragments>(slots, column * 4 + k % 32 / 8);
+      float sum = 0.f;
+      for (int j = 0; j < 8; ++j)
+        sum += e2m1_value(left.a[row / 8 + 2 * (k / 32)] >> (4 * j)) * e2m1_value(right.b[k / 32] >> (4 * j));
+      c[i] += sum * ue4m3_value(row_scales >> (8 * (k / 16))) * ue4m3_value(column_scales >> (8 * (k / 16)));
     }
   }
 }

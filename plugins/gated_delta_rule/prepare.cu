@@ -1,0 +1,221 @@
+// What the scan of a turn needs of its chunks beside their values, by a block for each chunk and key head. The products of
+// keys with keys and queries serve all value heads of the key head.
+#include "q4e.cuh"
+#include "gated_delta_rule/chunks.cuh"
+
+constexpr int WARPS = TRIANGLE, BLOCK = WARPS * WARP;
+constexpr int SEGMENTS = KEY_DIM / 8;  // of 16 bytes of a row
+constexpr int LOADS = ceil_div(2 * ROWS * SEGMENTS, BLOCK);
+constexpr float LOG2E = 1.4426950408889634f;
+static_assert(SEGMENTS <= WARP && (SEGMENTS & (SEGMENTS - 1)) == 0, "a row is a part of a warp");
+
+struct Shared {
+  uint16 rows[2][ROWS][KEY_DIM + PAD];        // normalized keys, queries
+  Pairs below[REPEATS][TRIANGLE][WARP];        // tiles of A below the diagonal, transposed
+  float diagonal[REPEATS][ROW_TILES][TILE][TILE + 4];
+  uint16 inverse[REPEATS][ROW_TILES][TILE][TILE + PAD];  // of 1 + those, transposed
+  float decay[REPEATS][ROWS];                 // log2 of G_j
+  float beta[REPEATS][ROWS];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
+
+struct Operands {
+  const ACTIVATION *conv_out, *ba, *A_log, *dt_bias, *draft_rows;
+};
+
+// Keys (kind 0) and queries (1) of the chunk: eight values a thread and load. Those of rows that do not exist are zero.
+__device__ __forceinline__ void load_rows(Shared& shared, const LongSequence& sequence, int first_row, int key_head,
+                                          const Operands& operands, uint16* keys) {
+  Packed<ACTIVATION, 8> loaded[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const int task = i * BLOCK + threadIdx.x, kind = task / (ROWS * SEGMENTS);
+    const int row = first_row + task / SEGMENTS % ROWS, place = key_head * KEY_DIM + task % SEGMENTS * 8;
+    loaded[i] = {};
+    if (kind > 1 || row >= sequence.rows()) continue;
+    if (row >= sequence.pending)
+      loaded[i] = load_packed<8>(operands.conv_out + sequence.token(row) * CONV_WIDTH + (kind ? 0 : KEY_WIDTH) + place);
+    else if (kind == 0)
+      loaded[i] = load_packed<8>(operands.draft_rows + sequence.draft(row) + place);
+  }
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const int task = i * BLOCK + threadIdx.x, kind = task / (ROWS * SEGMENTS), row = task / SEGMENTS % ROWS;
+    float squares = 0.f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) squares += loaded[i][j] * loaded[i][j];
+#pragma unroll
+    for (int lane = SEGMENTS / 2; lane > 0; lane /= 2) squares += __shfl_xor_sync(FULL_MASK, squares, lane);
+    const float scale = rsqrtf(squares + L2_EPS);
+    uint4 normalized = {pack_fp16(loaded[i][0] * scale, loaded[i][1] * scale),
+                        pack_fp16(loaded[i][2] * scale, loaded[i][3] * scale),
+                        pack_fp16(loaded[i][4] * scale, loaded[i][5] * scale),
+                        pack_fp16(loaded[i][6] * scale, loaded[i][7] * scale)};
+    if (kind > 1) continue;
+    *reinterpret_cast<uint4*>(&shared.rows[kind][row][task % SEGMENTS * 8]) = normalized;
+    if (kind == 0) *reinterpret_cast<uint4*>(keys + row * KEY_DIM + task % SEGMENTS * 8) = normalized;
+  }
+}
+
+// beta and the decays of a value head, two rows a lane. A row that does not exist leaves the state as it is.
+__device__ __forceinline__ void load_gates(Shared& shared, const LongSequence& sequence, int first_row, int head, int repeat,
+                                           const Operands& operands, float* decays) {
+  const int lane = threadIdx.x % WARP;
+  const float rate = -LOG2E * expf(to_float(operands.A_log[head])), bias = to_float(operands.dt_bias[head]);
+  float sums[2], betas[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = first_row + 2 * lane + i;
+    const bool exists = row < sequence.rows();
+    const ACTIVATION* from = operands.ba + sequence.token(row) * 2 * V_HEADS;
+    if (row < sequence.pending) from = operands.draft_rows + sequence.draft(row) + KEY_WIDTH + VALUE_WIDTH;
+    betas[i] = exists ? sigmoid(to_float(from[head])) : 0.f;
+    sums[i] = exists ? rate * softplus(to_float(from[V_HEADS + head]) + bias) : 0.f;
+  }
+  sums[1] += sums[0];
+  float total = sums[1];
+#pragma unroll
+  for (int by = 1; by < WARP; by *= 2) {
+    const float other = __shfl_up_sync(FULL_MASK, total, by);
+    total += lane >= by ? other : 0.f;
+  }
+  // Not total - sums[1]: a decay must not differ from the sum of its terms by the rounding of larger ones.
+  float before = __shfl_up_sync(FULL_MASK, total, 1);
+  before = lane > 0 ? before : 0.f;
+  const float last = __shfl_sync(FULL_MASK, total, WARP - 1);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = 2 * lane + i;
+    const float decay = i ? total : before + sums[0];
+    shared.beta[repeat][row] = betas[i];
+    shared.decay[repeat][row] = decay;
+    decays[row] = exp2_approx(decay);
+    decays[ROWS + row] = exp2_approx(fminf(last - decay, 0.f));
+  }
+}
+
+// Tile (i, j) of `scores`, and of A: of the products of queries i with keys j and of keys j with keys i.
+__device__ __forceinline__ void multiply_tile(Shared& shared, int i, int j, int place, int key_head,
+                                              const Prepared& prepared) {
+  const int lane = threadIdx.x % WARP, group = lane / 4, pair = 2 * (lane % 4);
+  float qk[2][4] = {}, kk[2][4] = {};
+#pragma unroll
+  for (int step = 0; step < KEY_TILES; ++step) {
+    const Tile query = load_tile(&shared.rows[1][TILE * i][TILE * step], KEY_DIM + PAD);
+    const Tile later = load_tile(&shared.rows[0][TILE * i][TILE * step], KEY_DIM + PAD);
+    const Tile earlier = load_tile(&shared.rows[0][TILE * j][TILE * step], KEY_DIM + PAD);
+    multiply_transposed(qk, query, as_pairs(earlier));
+    multiply_transposed(kk, earlier, as_pairs(later));
+    if (i == j) prepared.queries_of(place, key_head)[(i * KEY_TILES + step) * WARP + lane] = query;
+  }
+#pragma unroll 1
+  for (int repeat = 0; repeat < REPEATS; ++repeat) {
+    float scores[2][4], below[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        // Of `qk`, the row is the later one.
+        const int row = group + c / 2 * 8, column = 8 * n + pair + c % 2;
+        const float* decay = shared.decay[repeat];
+        const float forward = exp2_approx(fminf(decay[TILE * i + row] - decay[TILE * j + column], 0.f));
+        const float back = exp2_approx(fminf(decay[TILE * i + column] - decay[TILE * j + row], 0.f));
+        scores[n][c] = i > j || row >= column ? qk[n][c] * rsqrtf(float(KEY_DIM)) * forward : 0.f;
+        below[n][c] = shared.beta[repeat][TILE * i + column] * kk[n][c] * back;
+        if (i == j && column > row) shared.diagonal[repeat][i][column][row] = below[n][c];
+      }
+    const int head = key_head * REPEATS + repeat;
+    prepared.scores[prepared.triangle_of(place, head) + triangle(i, j) * WARP + lane] = pack_tile(scores);
+    if (i > j) shared.below[repeat][triangle(i, j)][lane] = as_pairs(pack_tile(below));
+  }
+}
+
+// Column `column` of the inverse of 1 + a tile of the diagonal, by forward substitution.
+__device__ __forceinline__ void invert_column(const float (*tile)[TILE + 4], int column, uint16* inverse) {
+  float x[TILE];
+#pragma unroll
+  for (int i = 0; i < TILE; ++i) {
+    float sum = i == column ? 1.f : 0.f;
+#pragma unroll
+    for (int m = 0; m < i; ++m) sum -= tile[i][m] * x[m];
+    x[i] = sum;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float* from = x + 8 * half;
+    *reinterpret_cast<uint4*>(inverse + 8 * half) = {pack_fp16(from[0], from[1]), pack_fp16(from[2], from[3]),
+                                                     pack_fp16(from[4], from[5]), pack_fp16(from[6], from[7])};
+  }
+}
+
+// Row `i` of tiles of (1 + A)^-1, from the diagonal to the left: T_ij = -(sum_{j<m<=i} T_im A_mj) (1 + A_jj)^-1.
+__device__ __forceinline__ void solve_row(const Shared& shared, int repeat, int i, Pairs* solve) {
+  const int lane = threadIdx.x % WARP;
+  Tile row[ROW_TILES];
+#pragma unroll
+  for (int j = ROW_TILES - 1; j >= 0; --j) {
+    if (j > i) continue;
+    if (j == i) {
+      row[j] = load_tile_transposed(&shared.inverse[repeat][j][0][0], TILE + PAD);
+    } else {
+      float sums[2][4] = {}, product[2][4] = {};
+#pragma unroll
+      for (int m = ROW_TILES - 1; m > j; --m)
+        if (m <= i) multiply_transposed(sums, row[m], shared.below[repeat][triangle(m, j)][lane]);
+      multiply_transposed(product, pack_tile(sums), load_pairs(&shared.inverse[repeat][j][0][0], TILE + PAD));
+#pragma unroll
+      for (int c = 0; c < 8; ++c) product[c / 4][c % 4] = -product[c / 4][c % 4];
+      row[j] = pack_tile(product);
+    }
+    const uint32 words[4] = {row[j].x, row[j].y, row[j].z, row[j].w};
+    uint32 scaled[4];
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const float2 values = unpack_fp16(words[word]);
+      const float* beta = &shared.beta[repeat][TILE * j + word / 2 * 8 + 2 * (lane % 4)];
+      scaled[word] = pack_fp16(values.x * beta[0], values.y * beta[1]);
+    }
+    solve[triangle(i, j) * WARP + lane] = {{scaled[0], scaled[2], scaled[1], scaled[3]}};
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
+prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_log, const ACTIVATION* dt_bias,
+        const ACTIVATION* draft_rows, const int* committed_len, const int* query_start_loc, const int* seq_lens,
+        const int* slot_ids, const int* num_seqs, uint16* keys, Tile* queries, Pairs* solve, Tile* scores, float* decays,
+        int batch_size, int from_chunk, int waits_first) {
+  DYNAMIC_SHARED(Shared, memory);
+  Shared& shared = *memory;
+  if (waits_first) wait_for_previous();
+  start_next();
+  const int key_head = blockIdx.x, place = blockIdx.y, chunk = from_chunk + place, warp = threadIdx.x / WARP;
+  const Batch batch = {query_start_loc, seq_lens, slot_ids, num_seqs, committed_len, batch_size};
+  const Operands operands = {conv_out, ba, A_log, dt_bias, draft_rows};
+  const Prepared prepared = {keys, queries, solve, scores, decays};
+  LongSequence sequence;
+  if (locate_chunks(chunk, chunk + 1, 0, batch, sequence)) {
+    const int first_row = (chunk - sequence.first) * ROWS;
+    if (first_row < sequence.rows()) {
+      load_rows(shared, sequence, first_row, key_head, operands, prepared.keys_of(place, key_head));
+      for (int repeat = warp; repeat < REPEATS; repeat += WARPS) {
+        const int head = key_head * REPEATS + repeat;
+        load_gates(shared, sequence, first_row, head, repeat, operands, prepared.decays_of(place, head));
+      }
+      __syncthreads();
+      const int i = warp < 1 ? 0 : warp < 3 ? 1 : warp < 6 ? 2 : 3;
+      multiply_tile(shared, i, warp - triangle(i, 0), place, key_head, prepared);
+      __syncthreads();
+      for (int task = threadIdx.x; task < REPEATS * ROWS; task += BLOCK) {
+        const int repeat = task / ROWS, tile = task / TILE % ROW_TILES, column = task % TILE;
+        invert_column(shared.diagonal[repeat][tile], column, shared.inverse[repeat][tile][column]);
+      }
+      __syncthreads();
+      for (int task = warp; task < REPEATS * ROW_TILES; task += WARPS) {
+        const int repeat = task % REPEATS, head = key_head * REPEATS + repeat;
+        solve_row(shared, repeat, ROW_TILES - 1 - task / REPEATS, prepared.solve + prepared.triangle_of(place, head));
+      }
+    }
+  }
+  // This launch must not end before the scan in front of it, which the next scan does not know of. One block sees to it.
+  if (!waits_first && blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous();
+}
