@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from qwen4exp_trt.plugins.kernels import MAX_SHARED_BYTES, Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef
-from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Define, Defines, ExpertFormat, Sizes
+from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Defines, ExpertFormat, Sizes
 
 WARP = 32
 STAGES_BYTES = MAX_SHARED_BYTES - 7 * 1024
@@ -190,9 +190,9 @@ def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
     batch = (call["query_start_loc"], call["num_seqs"])
     lists = (turn.tiles, turn.num_tiles, *batch)
 
-    def launch(name: str, args: tuple[Arg, ...], *more: Define) -> Launch:
+    def launch(name: str, args: tuple[Arg, ...]) -> Launch:
         return Launch(
-            Kernel(f"moe/{name}.cu", name, (*defines, *more)),
+            Kernel(f"moe/{name}.cu", name, defines),
             grid=(shape.blocks * call.num_sms, 1, 1),
             threads=shape.warps * WARP,
             args=(*args, *turn.span),
@@ -206,13 +206,15 @@ def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
     outputs = part * at_once
     weights = (*sizes.routed.args("down"), *sizes.shared.args("down"))
     for first in range(0, sizes.hidden, outputs):
-        yield launch("many_down", (*weights, turn.hidden, *lists, turn.outputs, first), ("OUTPUTS", outputs))
-        defines_sum = (*sizes.routing, ("HIDDEN", sizes.hidden), ("OUTPUTS", outputs))
+        yield launch("many_down", (*weights, turn.hidden, *lists, turn.outputs, first, outputs))
         yield Launch(
-            Kernel("moe/many_combine.cu", "many_combine", defines_sum),
+            Kernel("moe/many_combine.cu", "many_combine", (*sizes.routing, ("HIDDEN", sizes.hidden))),
             grid=(-(-outputs // (4 * COMBINE_THREADS)), turn.count, 1),
             threads=COMBINE_THREADS,
-            args=(turn.outputs, turn.weights, turn.positions, turn.logits, *batch, call["out"], first, *turn.span),
+            args=(
+                *(turn.outputs, turn.weights, turn.positions, turn.logits, *batch, call["out"]),
+                *(first, outputs, *turn.span),
+            ),
         )
 
 

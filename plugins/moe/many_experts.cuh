@@ -1,7 +1,7 @@
-// Tiles of tokens of one expert, and a block's share of them. Macros: those of routing.cuh and WARPS; HIDDEN; ROUTED, SHARED:
-// formats; INNER, SHARED_INNER: hidden elements of a routed and of the shared expert; TOKEN_TILES: at most so many times 8
-// tokens a tile; TILES_APART: `with_token_tiles`; ROUTED_ROW_TILES, SHARED_ROW_TILES, ROUTED_STAGES, SHARED_STAGES: M and
-// DEPTH of many_tile.cuh.
+// Tiles of tokens of one expert, and a block's share of them. Macros: those of routing.cuh and WARPS; HIDDEN; ROUTED,
+// SHARED: formats; INNER, SHARED_INNER: hidden elements of a routed and of the shared expert; TOKEN_TILES: at most so many
+// times 8 tokens a tile, TILES_APART of them apart from the next smaller code; ROUTED_ROW_TILES, SHARED_ROW_TILES,
+// ROUTED_STAGES, SHARED_STAGES: M and DEPTH of many_tile.cuh.
 #pragma once
 #include "moe/many_tile.cuh"
 #include "moe/routing.cuh"
@@ -25,37 +25,38 @@ struct Lists {
   int first_token, tokens;
 };
 
-// Calls `run(is_shared, tile, first part, number of parts)` for a block's share of the work, which is all tiles of the shared
-// expert, then those of the routed ones, with so many parts of rows each. It is weighed by tokens, and a part belongs to the
-// block in whose share its first token is.
-template <int ROUTED_PARTS, int SHARED_PARTS, typename Run>
-__device__ __forceinline__ void run_share(const Lists& lists, const Run& run) {
+// Calls `run(is_shared, tile, first part, number of parts)` for a block's share of the work, which is all tiles of the
+// shared expert, then those of the routed ones, with so many parts of rows each. It is weighed by tokens, and a part belongs
+// to the block in whose share its first token is.
+template <typename Run>
+__device__ __forceinline__ void run_share(const Lists& lists, int routed_parts, int shared_parts, const Run& run) {
   __shared__ int found;
   const int real = real_tokens(lists.query_start_loc, lists.num_seqs, lists.first_token, lists.tokens);
   const int shared_tiles = ceil_div(real, TILE_TOKENS), routed_tiles = *lists.num_tiles;
-  const int routed_place = SHARED_PARTS * (real + TILE_COST * shared_tiles);
-  const int64 all = routed_place + ROUTED_PARTS * (real * CHOICES + TILE_COST * routed_tiles);
+  const int routed_place = shared_parts * (real + TILE_COST * shared_tiles);
+  const int64 all = routed_place + routed_parts * (real * CHOICES + TILE_COST * routed_tiles);
   const int begin = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;
   if (begin == end) return;
-  const auto place_of = [&](int index, int first) { return routed_place + ROUTED_PARTS * (first + TILE_COST * index); };
+  const auto place_of = [&](int index, int first) { return routed_place + routed_parts * (first + TILE_COST * index); };
   for (int index = threadIdx.x; index < routed_tiles; index += THREADS) {
     const int4 tile = lists.tiles[index];
-    const int place = place_of(index, tile.y), next = place + ROUTED_PARTS * (tile.z + TILE_COST);
+    const int place = place_of(index, tile.y), next = place + routed_parts * (tile.z + TILE_COST);
     if (place <= begin && begin < next) found = index;
   }
   __syncthreads();
-  constexpr int WHOLE = SHARED_PARTS * (TILE_TOKENS + TILE_COST);
-  for (int index = begin < routed_place ? begin / WHOLE : shared_tiles + found; index < shared_tiles + routed_tiles; ++index) {
+  const int whole = shared_parts * (TILE_TOKENS + TILE_COST);
+  int index = begin < routed_place ? begin / whole : shared_tiles + found;
+  for (; index < shared_tiles + routed_tiles; ++index) {
     const bool is_shared = index < shared_tiles;
     Tile tile = {0, lists.tokens * CHOICES + index * TILE_TOKENS, min(TILE_TOKENS, real - index * TILE_TOKENS)};
-    int place = index * WHOLE;
+    int place = index * whole;
     if (!is_shared) {
       const int4 listed = lists.tiles[index - shared_tiles];
       tile = {listed.x, listed.y, listed.z};
       place = place_of(index - shared_tiles, tile.first);
     }
     if (place >= end) break;
-    const int weight = tile.count + TILE_COST, most = is_shared ? SHARED_PARTS : ROUTED_PARTS;
+    const int weight = tile.count + TILE_COST, most = is_shared ? shared_parts : routed_parts;
     const int first = ceil_div(max(begin - place, 0), weight), last = min(most, ceil_div(end - place, weight));
     if (first < last) run(is_shared, tile, first, last - first);
   }

@@ -1,9 +1,10 @@
-// Router logits of many tokens by tiles. EXPERTS: a multiple of 16 * ROUTED_ROW_TILES. HIDDEN, CHOICES; TOKEN_TILES, ROUTED_ROW_TILES, ROUTED_STAGES, MIN_BLOCKS: as in
-// many_experts.cuh.
+// Router logits of many tokens by tiles. EXPERTS: a multiple of 16 * ROUTED_ROW_TILES. HIDDEN, CHOICES; TOKEN_TILES,
+// ROUTED_ROW_TILES, ROUTED_STAGES, MIN_BLOCKS: as in many_experts.cuh.
 #include "moe/many_tile.cuh"
 #include "moe/routing.cuh"
 
-constexpr int TILE_TOKENS = 8 * TOKEN_TILES, BLOCK_ROWS = 16 * ROUTED_ROW_TILES * WARPS, BLOCKS = ceil_div(EXPERTS, BLOCK_ROWS);
+constexpr int TILE_TOKENS = 8 * TOKEN_TILES, BLOCK_ROWS = 16 * ROUTED_ROW_TILES * WARPS;
+constexpr int BLOCKS = ceil_div(EXPERTS, BLOCK_ROWS);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 many_router(const bf16* x, const bf16* router, float* logits, int first_token, int tokens) {
