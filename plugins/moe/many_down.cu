@@ -42,13 +42,13 @@ __device__ __forceinline__ void run(const Weights& experts, const Tile& tile, in
     task.offsets[i] = (tile.first + (i < tile.count ? i : 0)) * uint32(HIDDEN_PITCH * sizeof(bf16));
   if (threadIdx.x == 0) task.tile = tile;
   __syncthreads();
-  with_token_tiles<TOKEN_TILES>(tile.count, [&](auto tiles) {
+  with_token_tiles<TOKEN_TILES>(tile.count, [&](auto tiles) ALWAYS_INLINE {
     constexpr int N = decltype(tiles)::value;
     using Product = TokenTile<Format, COLUMNS, 8, M, 16, N, STAGES>;
     const int row = first_part * PART_ROWS + threadIdx.x / WARP * (16 * M);
     const typename Product::Rows rows(matrix<Format>(experts, tile.expert, HIDDEN, COLUMNS), outputs.first + row);
     float* to = outputs.rows + row + threadIdx.x % WARP / 4;
-    Product::multiply(shared, rows, {hidden, task.offsets}, parts, [&](const float(&sums)[M][N][4]) {
+    Product::multiply(shared, rows, {hidden, task.offsets}, parts, [&](const float(&sums)[M][N][4]) ALWAYS_INLINE {
       const float scale = sum_scale<Format>(matrix<Format>(experts, task.tile.expert, HIDDEN, COLUMNS), 0);
       store_outputs(sums, scale, task.tile, to, outputs.count);
       to += PART_ROWS;
@@ -68,7 +68,7 @@ many_down(const void* values, const void* block_scales, const float* global_scal
   const int routed_parts = count / (16 * ROUTED_ROW_TILES * WARPS), shared_parts = count / (16 * SHARED_ROW_TILES * WARPS);
   wait_for_previous();
   start_next();
-  run_share(lists, routed_parts, shared_parts, [&](bool is_shared, const Tile& tile, int first_part, int parts) {
+  run_share(lists, routed_parts, shared_parts, [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
     if constexpr (ALIKE) {
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(select(is_shared, shared, routed), tile, first_part, parts,
                                                           hidden, outputs);

@@ -53,13 +53,13 @@ __device__ __forceinline__ void run(const Weights& experts, const Tile& tile, in
   }
   if (threadIdx.x == 0) task.tile = tile;
   __syncthreads();
-  with_token_tiles<TOKEN_TILES>(tile.count, [&](auto tiles) {
+  with_token_tiles<TOKEN_TILES>(tile.count, [&](auto tiles) ALWAYS_INLINE {
     constexpr int N = decltype(tiles)::value;
     using Product = TokenTile<Format, HIDDEN, ROWS, M, 8, N, STAGES>;
     const int warp = threadIdx.x / WARP, row = first_part * PART_ROWS + warp * (8 * M);
     const typename Product::Rows rows(matrix<Format>(experts, 2 * tile.expert, ROWS, HIDDEN), row);
     bf16* to = hidden + row;
-    Product::multiply(shared, rows, {x, task.offsets}, parts, [&](const float(&sums)[M][N][4]) {
+    Product::multiply(shared, rows, {x, task.offsets}, parts, [&](const float(&sums)[M][N][4]) ALWAYS_INLINE {
       const Weights weights = matrix<Format>(experts, 2 * task.tile.expert, ROWS, HIDDEN);
       store_hidden<Format, M, N>(sums, sum_scale<Format>(weights, 0), sum_scale<Format>(weights, 1), task.tile, to,
                                  staged[warp]);
@@ -83,7 +83,7 @@ many_gate_up(const bf16* x, const bf16* arranged_x, const void* values, const vo
   x += int64(first_token) * HIDDEN;
   const bf16* routed_x = is_same<ROUTED, Bf16> ? x : arranged_x;
   const bf16* shared_x = is_same<SHARED, Bf16> ? x : arranged_x;
-  run_share(lists, ROUTED_PARTS, SHARED_PARTS, [&](bool is_shared, const Tile& tile, int first_part, int parts) {
+  run_share(lists, ROUTED_PARTS, SHARED_PARTS, [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
     if constexpr (ALIKE) {
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(select(is_shared, shared, routed), tile, first_part, parts,
                                                           routed_x, tokens_by_position, tokens * CHOICES, hidden);

@@ -21,7 +21,7 @@ many_router(const bf16* x, const bf16* router, float* logits, int first_token, i
   using Product = TokenTile<Bf16, HIDDEN, 8, ROUTED_ROW_TILES, 16, TOKEN_TILES, ROUTED_STAGES>;
   const TokenRows from = {x + int64(first_token) * HIDDEN, offsets};
   Product::multiply(shared, {Weights{router, nullptr, nullptr}, low}, from, 1,
-                    [&](const float(&sums)[ROUTED_ROW_TILES][TOKEN_TILES][4]) {
+                    [&](const float(&sums)[ROUTED_ROW_TILES][TOKEN_TILES][4]) ALWAYS_INLINE {
 #pragma unroll
     for (int n = 0; n < TOKEN_TILES; ++n)
 #pragma unroll

@@ -179,7 +179,7 @@ struct TokenTile {
           operands.decode(shared + next_slot, 0);
         }
         multiply_group(operands.a[group % 2], shared + slot, group / Tile::GROUPS * Tile::STEP, group % Tile::GROUPS,
-                       Format::HAS_SUM_SCALES ? stage_sums : sums, [&](int piece) {
+                       Format::HAS_SUM_SCALES ? stage_sums : sums, [&](int piece) ALWAYS_INLINE {
                          const int index = (group + 1) % GROUPS * PIECES + piece;
 #pragma unroll
                          for (int i = 0; i < COPIES; ++i)
