@@ -68,7 +68,7 @@ many_down(const void* values, const void* block_scales, const float* global_scal
   const int routed_parts = count / (16 * ROUTED_ROW_TILES * WARPS), shared_parts = count / (16 * SHARED_ROW_TILES * WARPS);
   wait_for_previous();
   start_next();
-  run_share(lists, routed_parts, shared_parts, [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
+  const auto run_tile = [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
     if constexpr (ALIKE) {
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(select(is_shared, shared, routed), tile, first_part, parts,
                                                           hidden, outputs);
@@ -77,5 +77,6 @@ many_down(const void* values, const void* block_scales, const float* global_scal
     } else {
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(routed, tile, first_part, parts, hidden, outputs);
     }
-  });
+  };
+  run_share(lists, routed_parts, shared_parts, run_tile);
 }

@@ -34,10 +34,12 @@ __device__ __forceinline__ void run_share(const Lists& lists, int routed_parts, 
   const int real = real_tokens(lists.query_start_loc, lists.num_seqs, lists.first_token, lists.tokens);
   const int shared_tiles = ceil_div(real, TILE_TOKENS), routed_tiles = *lists.num_tiles;
   const int routed_place = shared_parts * (real + TILE_COST * shared_tiles);
-  const uint32 all = routed_place + routed_parts * (real * CHOICES + TILE_COST * routed_tiles);
-  const int begin = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;  // of 32 bits, see the launcher
+  const int64 all = routed_place + routed_parts * (real * CHOICES + TILE_COST * routed_tiles);
+  const int begin = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;
   if (begin == end) return;
-  const auto place_of = [&](int index, int first) ALWAYS_INLINE { return routed_place + routed_parts * (first + TILE_COST * index); };
+  const auto place_of = [&](int index, int first) ALWAYS_INLINE {
+    return routed_place + routed_parts * (first + TILE_COST * index);
+  };
   for (int index = threadIdx.x; index < routed_tiles; index += THREADS) {
     const int4 tile = lists.tiles[index];
     const int place = place_of(index, tile.y), next = place + routed_parts * (tile.z + TILE_COST);

@@ -83,7 +83,7 @@ many_gate_up(const bf16* x, const bf16* arranged_x, const void* values, const vo
   x += int64(first_token) * HIDDEN;
   const bf16* routed_x = is_same<ROUTED, Bf16> ? x : arranged_x;
   const bf16* shared_x = is_same<SHARED, Bf16> ? x : arranged_x;
-  run_share(lists, ROUTED_PARTS, SHARED_PARTS, [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
+  const auto run_tile = [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
     if constexpr (ALIKE) {
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(select(is_shared, shared, routed), tile, first_part, parts,
                                                           routed_x, tokens_by_position, tokens * CHOICES, hidden);
@@ -94,5 +94,6 @@ many_gate_up(const bf16* x, const bf16* arranged_x, const void* values, const vo
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(routed, tile, first_part, parts, routed_x, tokens_by_position,
                                                           tokens * CHOICES, hidden);
     }
-  });
+  };
+  run_share(lists, ROUTED_PARTS, SHARED_PARTS, run_tile);
 }
