@@ -29,7 +29,7 @@ class Shape:
     row_tiles: int
     stages: int
     blocks: int
-    tiles_apart: int = 2
+    tiles_apart: int = 1
     """A tile of fewer tokens saves the work of whole multiples of so many token tiles."""
 
     @property
@@ -54,7 +54,8 @@ class Shape:
 
     def row_tiles_of(self, form: ExpertFormat) -> int:
         """Fewer where three stages would not fit: weights of 16 bits by many warps."""
-        return next(tiles for tiles in (self.row_tiles, self.row_tiles // 2, 1) if 3 * self._stage_bytes(form, tiles) <= STAGES_BYTES)
+        fewer = (self.row_tiles, self.row_tiles // 2, 1)
+        return next(tiles for tiles in fewer if 3 * self._stage_bytes(form, tiles) <= STAGES_BYTES)
 
     def stages_of(self, form: ExpertFormat) -> int:
         return min(self.stages, STAGES_BYTES // self._stage_bytes(form, self.row_tiles_of(form)))
@@ -79,18 +80,18 @@ def takes_many_tokens(sizes: Sizes, rows: int) -> bool:
 
 
 def _shape(sizes: Sizes, rows: int) -> Shape:
-    """Tiles that few experts have more tokens than, so that most weights are decoded once; measured on an H200."""
-    of_expert = rows * sizes.choices / sizes.experts
+    """Tiles that few experts have more tokens than, so that most weights are decoded once; measured on an H200.
+
+    Two formats in one kernel take more registers.
+    """
+    of_expert, formats = rows * sizes.choices / sizes.experts, {sizes.routed.format, sizes.shared.format}
     wide = sizes.hidden % 256 == 0 and all(experts.inner % 128 == 0 for experts in (sizes.routed, sizes.shared))
-    if FP8_BLOCKS in (sizes.routed.format, sizes.shared.format):
-        return Shape(token_tiles=6 if of_expert > 24 else 4, warps=4, row_tiles=2, stages=3, blocks=2, tiles_apart=1)
-    if of_expert <= 12:
-        return Shape(token_tiles=3, warps=8 if wide else 4, row_tiles=2, stages=4, blocks=2, tiles_apart=1)
+    if FP8_BLOCKS in formats:
+        return Shape(token_tiles=6 if of_expert > 24 else 4, warps=4, row_tiles=2, stages=3, blocks=2)
     if of_expert <= 24:
-        return Shape(token_tiles=4, warps=4, row_tiles=4 if wide else 2, stages=4, blocks=2, tiles_apart=1)
-    if of_expert <= 48:
-        return Shape(token_tiles=8, warps=4, row_tiles=4 if wide else 2, stages=4, blocks=2, tiles_apart=1)
-    return Shape(token_tiles=16, warps=4, row_tiles=2, stages=4, blocks=2)
+        return Shape(token_tiles=3 if of_expert <= 12 else 4, warps=8 if wide else 4, row_tiles=2, stages=4, blocks=2)
+    most = 12 if len(formats) == 1 else 10
+    return Shape(token_tiles=8 if of_expert <= 48 else most, warps=4, row_tiles=2, stages=4, blocks=2)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,6 @@ __device__ __forceinline__ void run(const Weights& experts, const Tile& tile, in
   DYNAMIC_SHARED(uint8, shared);
   __shared__ Task task;
   constexpr int PART_ROWS = 16 * M * WARPS;
-  __syncthreads();  // of a tile before this one
   for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS)
     task.offsets[i] = (tile.first + (i < tile.count ? i : 0)) * uint32(HIDDEN_PITCH * sizeof(bf16));
   if (threadIdx.x == 0) task.tile = tile;

@@ -45,7 +45,6 @@ __device__ __forceinline__ void run(const Weights& experts, const Tile& tile, in
   __shared__ __align__(16) uint8 staged[WARPS][32 / M * (16 * M + 16)];
   constexpr int PART_ROWS = 8 * M * WARPS;
   static_assert(ROWS % PART_ROWS == 0, "whole parts of rows");
-  __syncthreads();  // of a tile before this one
   for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS) {
     const int position = tile.first + (i < tile.count ? i : 0);
     const int token = position < shared_position ? tokens[position] : position - shared_position;
