@@ -29,12 +29,17 @@ class Shape:
     row_tiles: int
     stages: int
     blocks: int
-    tiles_apart: int = 2
+    tiles_apart: int = 1
     """A tile of fewer tokens saves the work of whole multiples of so many token tiles."""
 
     @property
     def tokens(self) -> int:
         return 8 * self.token_tiles
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a weight for which the warps have room at once."""
+        return 16 * self.row_tiles * self.warps
 
     def defines(self, routed: ExpertFormat, shared: ExpertFormat) -> Defines:
         return (
@@ -49,7 +54,8 @@ class Shape:
 
     def row_tiles_of(self, form: ExpertFormat) -> int:
         """Fewer where three stages would not fit: weights of 16 bits by many warps."""
-        return next(tiles for tiles in (self.row_tiles, 1) if 3 * self._stage_bytes(form, tiles) <= STAGES_BYTES)
+        fewer = (self.row_tiles, self.row_tiles // 2, 1)
+        return next(tiles for tiles in fewer if 3 * self._stage_bytes(form, tiles) <= STAGES_BYTES)
 
     def stages_of(self, form: ExpertFormat) -> int:
         return min(self.stages, STAGES_BYTES // self._stage_bytes(form, self.row_tiles_of(form)))
@@ -61,6 +67,8 @@ class Shape:
 
 PREPARE_WARPS, COMBINE_THREADS = 4, 128
 ROUTER = Shape(token_tiles=8, warps=4, row_tiles=2, stages=3, blocks=3)
+PARTS_OF_BLOCK = 1
+"""Parts of rows of a tile that a block takes on an average, if there were as many tiles as there can be."""
 MOST_OUTPUT_BYTES = 256 << 20
 """Of workspace for the outputs of experts: `down` and the sum take as many elements of the hidden vector at a time."""
 
@@ -72,18 +80,18 @@ def takes_many_tokens(sizes: Sizes, rows: int) -> bool:
 
 
 def _shape(sizes: Sizes, rows: int) -> Shape:
-    """Tiles that few experts have more tokens than, so that most weights are decoded once; measured on an H200."""
-    of_expert = rows * sizes.choices / sizes.experts
+    """Tiles that few experts have more tokens than, so that most weights are decoded once; measured on an H200.
+
+    Two formats in one kernel take more registers.
+    """
+    of_expert, formats = rows * sizes.choices / sizes.experts, {sizes.routed.format, sizes.shared.format}
     wide = sizes.hidden % 256 == 0 and all(experts.inner % 128 == 0 for experts in (sizes.routed, sizes.shared))
-    if FP8_BLOCKS in (sizes.routed.format, sizes.shared.format):
-        return Shape(token_tiles=6 if of_expert > 24 else 4, warps=4, row_tiles=2, stages=3, blocks=2, tiles_apart=1)
-    if of_expert <= 12:
-        return Shape(token_tiles=3, warps=8 if wide else 4, row_tiles=2, stages=4, blocks=2, tiles_apart=1)
+    if FP8_BLOCKS in formats:
+        return Shape(token_tiles=6 if of_expert > 24 else 4, warps=4, row_tiles=2, stages=3, blocks=2)
     if of_expert <= 24:
-        return Shape(token_tiles=4, warps=4, row_tiles=4 if wide else 2, stages=4, blocks=2, tiles_apart=1)
-    if of_expert <= 48:
-        return Shape(token_tiles=8, warps=4, row_tiles=4 if wide else 2, stages=4, blocks=2, tiles_apart=1)
-    return Shape(token_tiles=16, warps=4, row_tiles=2, stages=4, blocks=2)
+        return Shape(token_tiles=3 if of_expert <= 12 else 4, warps=8 if wide else 4, row_tiles=2, stages=4, blocks=2)
+    most = 12 if len(formats) == 1 else 10
+    return Shape(token_tiles=8 if of_expert <= 48 else most, warps=4, row_tiles=2, stages=4, blocks=2)
 
 
 @dataclass(frozen=True)
@@ -186,27 +194,31 @@ def _route(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
 
 def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
     shape, formats = _shape(sizes, turn.count), (sizes.routed.format, sizes.shared.format)
+    pairs = turn.count * sizes.choices
     defines = (*sizes.groups, *shape.defines(*formats))
     batch = (call["query_start_loc"], call["num_seqs"])
     lists = (turn.tiles, turn.num_tiles, *batch)
 
-    def launch(name: str, args: tuple[Arg, ...]) -> Launch:
+    tiles = min(pairs, sizes.experts) + (pairs + turn.count) // shape.tokens + 1
+
+    def launch(name: str, rows: int, args: tuple[Arg, ...]) -> Launch:
         return Launch(
             Kernel(f"moe/{name}.cu", name, defines),
-            grid=(shape.blocks * call.num_sms, 1, 1),
+            grid=(-(-tiles * rows // (shape.part_rows * PARTS_OF_BLOCK)), 1, 1),
             threads=shape.warps * WARP,
             args=(*args, *turn.span),
             shared_bytes=shape.shared_bytes(*formats),
         )
 
     weights = (*sizes.routed.args("gate_up"), *sizes.shared.args("gate_up"))
-    yield launch("many_gate_up", (call["x"], turn.arranged, *weights, turn.tokens, *lists, turn.hidden))
-    part = 16 * shape.row_tiles * shape.warps
-    at_once = _largest_divisor(sizes.hidden // part, MOST_OUTPUT_BYTES // (4 * part * turn.count * (sizes.choices + 1)))
-    outputs = part * at_once
+    yield launch(
+        "many_gate_up", 2 * sizes.routed.inner, (call["x"], turn.arranged, *weights, turn.tokens, *lists, turn.hidden)
+    )
+    most = MOST_OUTPUT_BYTES // (4 * shape.part_rows * (pairs + turn.count))
+    outputs = shape.part_rows * _largest_divisor(sizes.hidden // shape.part_rows, most)
     weights = (*sizes.routed.args("down"), *sizes.shared.args("down"))
     for first in range(0, sizes.hidden, outputs):
-        yield launch("many_down", (*weights, turn.hidden, *lists, turn.outputs, first, outputs))
+        yield launch("many_down", outputs, (*weights, turn.hidden, *lists, turn.outputs, first, outputs))
         yield Launch(
             Kernel("moe/many_combine.cu", "many_combine", (*sizes.routing, ("HIDDEN", sizes.hidden))),
             grid=(-(-outputs // (4 * COMBINE_THREADS)), turn.count, 1),

@@ -37,7 +37,6 @@ __device__ __forceinline__ void run(const Weights& experts, const Tile& tile, in
   DYNAMIC_SHARED(uint8, shared);
   __shared__ Task task;
   constexpr int PART_ROWS = 16 * M * WARPS;
-  __syncthreads();  // of a tile before this one
   for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS)
     task.offsets[i] = (tile.first + (i < tile.count ? i : 0)) * uint32(HIDDEN_PITCH * sizeof(bf16));
   if (threadIdx.x == 0) task.tile = tile;
@@ -68,7 +67,7 @@ many_down(const void* values, const void* block_scales, const float* global_scal
   const int routed_parts = count / (16 * ROUTED_ROW_TILES * WARPS), shared_parts = count / (16 * SHARED_ROW_TILES * WARPS);
   wait_for_previous();
   start_next();
-  run_share(lists, routed_parts, shared_parts, [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
+  const auto run_tile = [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
     if constexpr (ALIKE) {
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(select(is_shared, shared, routed), tile, first_part, parts,
                                                           hidden, outputs);
@@ -77,5 +76,6 @@ many_down(const void* values, const void* block_scales, const float* global_scal
     } else {
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(routed, tile, first_part, parts, hidden, outputs);
     }
-  });
+  };
+  run_share(lists, routed_parts, shared_parts, run_tile);
 }

@@ -25,40 +25,65 @@ struct Lists {
   int first_token, tokens;
 };
 
-// Calls `run(is_shared, tile, first part, number of parts)` for a block's share of the work, which is all tiles of the
+// A block's share of the work, in shared memory: it would take registers from the product. The work is all tiles of the
 // shared expert, then those of the routed ones, with so many parts of rows each. It is weighed by tokens, and a part belongs
 // to the block in whose share its first token is.
-template <typename Run>
-__device__ __forceinline__ void run_share(const Lists& lists, int routed_parts, int shared_parts, const Run& run) {
-  __shared__ int found;
-  const int real = real_tokens(lists.query_start_loc, lists.num_seqs, lists.first_token, lists.tokens);
+struct Share {
+  int begin, end, shared_tiles, routed_tiles;
+  int routed_place;  // behind what the shared expert weighs
+  int index;         // of a tile
+
+  __device__ __forceinline__ int place_of(int routed, int first, int parts) const {
+    return routed_place + parts * (first + TILE_COST * routed);
+  }
+};
+
+__device__ __forceinline__ void find_share(Share& share, const Lists& lists, int real, int routed_parts, int shared_parts) {
   const int shared_tiles = ceil_div(real, TILE_TOKENS), routed_tiles = *lists.num_tiles;
   const int routed_place = shared_parts * (real + TILE_COST * shared_tiles);
-  const uint32 all = routed_place + routed_parts * (real * CHOICES + TILE_COST * routed_tiles);
-  const int begin = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;  // of 32 bits, see the launcher
-  if (begin == end) return;
-  const auto place_of = [&](int index, int first) ALWAYS_INLINE { return routed_place + routed_parts * (first + TILE_COST * index); };
-  for (int index = threadIdx.x; index < routed_tiles; index += THREADS) {
-    const int4 tile = lists.tiles[index];
-    const int place = place_of(index, tile.y), next = place + routed_parts * (tile.z + TILE_COST);
-    if (place <= begin && begin < next) found = index;
+  const int64 all = routed_place + routed_parts * (real * CHOICES + TILE_COST * routed_tiles);
+  const int begin = all * blockIdx.x / gridDim.x, end = all * (blockIdx.x + 1) / gridDim.x;
+  const Share found = {begin, end, shared_tiles, routed_tiles, routed_place, 0};
+  const bool has_routed = begin >= routed_place;
+  if (threadIdx.x == 0) {
+    share.begin = begin, share.end = end, share.shared_tiles = shared_tiles, share.routed_tiles = routed_tiles;
+    share.routed_place = routed_place;
+    if (!has_routed) share.index = begin / (shared_parts * (TILE_TOKENS + TILE_COST));
+    if (begin == end) share.index = shared_tiles + routed_tiles;
   }
-  __syncthreads();
-  const int whole = shared_parts * (TILE_TOKENS + TILE_COST);
-  int index = begin < routed_place ? begin / whole : shared_tiles + found;
-  for (; index < shared_tiles + routed_tiles; ++index) {
-    const bool is_shared = index < shared_tiles;
-    Tile tile = {0, lists.tokens * CHOICES + index * TILE_TOKENS, min(TILE_TOKENS, real - index * TILE_TOKENS)};
-    int place = index * whole;
-    if (!is_shared) {
-      const int4 listed = lists.tiles[index - shared_tiles];
+  for (int index = threadIdx.x; has_routed && begin < end && index < routed_tiles; index += THREADS) {
+    const int4 tile = lists.tiles[index];
+    const int place = found.place_of(index, tile.y, routed_parts);
+    if (place <= begin && begin < place + routed_parts * (tile.z + TILE_COST)) share.index = shared_tiles + index;
+  }
+}
+
+// Calls `run(is_shared, tile, first part, number of parts)` for a block's share.
+template <typename Run>
+__device__ __forceinline__ void run_share(const Lists& lists, int routed_parts, int shared_parts, const Run& run) {
+  __shared__ Share share;
+  const int real = real_tokens(lists.query_start_loc, lists.num_seqs, lists.first_token, lists.tokens);
+  find_share(share, lists, real, routed_parts, shared_parts);
+  while (true) {
+    __syncthreads();
+    const int index = share.index, routed = index - share.shared_tiles, begin = share.begin, end = share.end;
+    if (routed >= share.routed_tiles) return;
+    Tile tile = {0, lists.tokens * CHOICES + index * TILE_TOKENS, 0};
+    int place = index * shared_parts * (TILE_TOKENS + TILE_COST);
+    if (routed < 0) {
+      const int left = real_tokens(lists.query_start_loc, lists.num_seqs, lists.first_token, lists.tokens);
+      tile.count = min(TILE_TOKENS, left - index * TILE_TOKENS);
+    } else {
+      const int4 listed = lists.tiles[routed];
       tile = {listed.x, listed.y, listed.z};
-      place = place_of(index - shared_tiles, tile.first);
+      place = share.place_of(routed, tile.first, routed_parts);
     }
-    if (place >= end) break;
-    const int weight = tile.count + TILE_COST, most = is_shared ? shared_parts : routed_parts;
+    if (place >= end) return;
+    const int weight = tile.count + TILE_COST, most = routed < 0 ? shared_parts : routed_parts;
     const int first = ceil_div(max(begin - place, 0), weight), last = min(most, ceil_div(end - place, weight));
-    if (first < last) run(is_shared, tile, first, last - first);
+    if (first < last) run(routed < 0, tile, first, last - first);
+    __syncthreads();
+    if (threadIdx.x == 0) ++share.index;
   }
 }
 

@@ -45,7 +45,6 @@ __device__ __forceinline__ void run(const Weights& experts, const Tile& tile, in
   __shared__ __align__(16) uint8 staged[WARPS][32 / M * (16 * M + 16)];
   constexpr int PART_ROWS = 8 * M * WARPS;
   static_assert(ROWS % PART_ROWS == 0, "whole parts of rows");
-  __syncthreads();  // of a tile before this one
   for (int i = threadIdx.x; i < TILE_TOKENS; i += THREADS) {
     const int position = tile.first + (i < tile.count ? i : 0);
     const int token = position < shared_position ? tokens[position] : position - shared_position;
@@ -83,7 +82,7 @@ many_gate_up(const bf16* x, const bf16* arranged_x, const void* values, const vo
   x += int64(first_token) * HIDDEN;
   const bf16* routed_x = is_same<ROUTED, Bf16> ? x : arranged_x;
   const bf16* shared_x = is_same<SHARED, Bf16> ? x : arranged_x;
-  run_share(lists, ROUTED_PARTS, SHARED_PARTS, [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
+  const auto run_tile = [&](bool is_shared, const Tile& tile, int first_part, int parts) ALWAYS_INLINE {
     if constexpr (ALIKE) {
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(select(is_shared, shared, routed), tile, first_part, parts,
                                                           routed_x, tokens_by_position, tokens * CHOICES, hidden);
@@ -94,5 +93,6 @@ many_gate_up(const bf16* x, const bf16* arranged_x, const void* values, const vo
       run<ROUTED, INNER, ROUTED_ROW_TILES, ROUTED_STAGES>(routed, tile, first_part, parts, routed_x, tokens_by_position,
                                                           tokens * CHOICES, hidden);
     }
-  });
+  };
+  run_share(lists, ROUTED_PARTS, SHARED_PARTS, run_tile);
 }

@@ -97,21 +97,6 @@ struct TokenTile {
     }
   }
 
-  // A warp's weights of a step, and the group that is decoded while the one before it is multiplied.
-  struct Operands {
-    typename Tile::Fragment fragments[M];
-    uint32 a[2][M][2][4];
-
-    __device__ __forceinline__ void decode(const uint8* slot, int group) {
-      const uint8* tiles = slot + TOKEN_BYTES + threadIdx.x / WARP * WARP_BYTES;
-#pragma unroll
-      for (int m = 0; m < M; ++m) {
-        if (group % Tile::GROUPS == 0) fragments[m] = Tile::read(tiles + m * Tile::BYTES, group / Tile::GROUPS);
-        Tile::decode(fragments[m], group % Tile::GROUPS, a[group % 2][m]);
-      }
-    }
-  };
-
   static __device__ __forceinline__ void add_scaled(const float (&stage_sums)[M][N][4], int stage, const Rows& rows,
                                                     float (&sums)[M][N][4]) {
     static_assert(Tile::ELEMENTS == Format::BLOCK, "a stage has one scale of a row");
@@ -136,14 +121,11 @@ struct TokenTile {
 
   // Calls `finish(sums)` for each of `parts` times 16 * M * WARPS rows, one behind the other: sums[m][n] = tile m times
   // tokens 8n up to 8n + 8, as mma_16x8x16 has them. All threads call it; `shared` is in use by the next part meanwhile, and
-  // behind the last one free after a barrier.
-  //
-  // The next stage is awaited in front of the last group of one, so that tensor cores have work while it is decoded. Behind
-  // that the copies into the slot before are started, a few at a time.
+  // behind the last one free after a barrier. The copies into the slot that became free last are started between products.
   template <typename Finish>
   static __device__ __forceinline__ void multiply(uint8* shared, Rows rows, const TokenRows& tokens, int parts,
                                                   const Finish& finish) {
-    static_assert(DEPTH >= 3 && GROUPS % 2 == 0, "a stage is in use while the next has come and one is on its way");
+    static_assert(DEPTH >= 2, "a stage is in use while another one is on its way");
     Copies ahead(rows, tokens, parts);
 #pragma unroll
     for (int slot = 0; slot < DEPTH - 1; ++slot) {
@@ -154,41 +136,36 @@ struct TokenTile {
     }
     float sums[M][N][4], stage_sums[M][N][4];
     clear(sums);
-    Operands operands;
-    wait_copies<DEPTH - 2>();
-    __syncthreads();
-    operands.decode(shared, 0);
-    bool has_started = false;
-    int slot = 0, free_slot = (DEPTH - 1) * STAGE_BYTES, copied_slot = 0, stage = 0;
+    int slot = 0, free_slot = (DEPTH - 1) * STAGE_BYTES, stage = 0;
 #pragma unroll 1
     while (parts > 0) {
-      const int next_slot = slot == (DEPTH - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+      wait_copies<DEPTH - 2>();
+      __syncthreads();
+      const uint8* tiles = shared + slot + TOKEN_BYTES + threadIdx.x / WARP * WARP_BYTES;
+      typename Tile::Fragment fragments[M];
       if constexpr (Format::HAS_SUM_SCALES) clear(stage_sums);
 #pragma unroll
       for (int group = 0; group < GROUPS; ++group) {
-        if (group < GROUPS - 1) {
-          operands.decode(shared + slot, group + 1);
-        } else {
-          if (has_started) {
-            ahead.advance();
-            commit_copies();
-          }
-          wait_copies<DEPTH - 3>();
-          __syncthreads();
-          has_started = true, copied_slot = free_slot;
-          operands.decode(shared + next_slot, 0);
-        }
-        multiply_group(operands.a[group % 2], shared + slot, group / Tile::GROUPS * Tile::STEP, group % Tile::GROUPS,
-                       Format::HAS_SUM_SCALES ? stage_sums : sums, [&](int piece) ALWAYS_INLINE {
-                         const int index = (group + 1) % GROUPS * PIECES + piece;
+        const int step = group / Tile::GROUPS;
+        uint32 a[M][2][4];
 #pragma unroll
-                         for (int i = 0; i < COPIES; ++i)
-                           if (has_started && i * (GROUPS * PIECES) / COPIES == index) ahead.start(shared + copied_slot, i);
-                       });
+        for (int m = 0; m < M; ++m) {
+          if (group % Tile::GROUPS == 0) fragments[m] = Tile::read(tiles + m * Tile::BYTES, step);
+          Tile::decode(fragments[m], group % Tile::GROUPS, a[m]);
+        }
+        const auto start_copies = [&](int piece) ALWAYS_INLINE {
+#pragma unroll
+          for (int i = 0; i < COPIES; ++i)
+            if (i * (GROUPS * PIECES) / COPIES == group * PIECES + piece) ahead.start(shared + free_slot, i);
+        };
+        multiply_group(a, shared + slot, step * Tile::STEP, group % Tile::GROUPS,
+                       Format::HAS_SUM_SCALES ? stage_sums : sums, start_copies);
       }
+      ahead.advance();
+      commit_copies();
       if constexpr (Format::HAS_SUM_SCALES) add_scaled(stage_sums, stage, rows, sums);
       free_slot = slot;
-      slot = next_slot;
+      slot = slot == (DEPTH - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
       if (++stage < COUNT) continue;
       finish(sums);
       clear(sums);
