@@ -1,21 +1,22 @@
 // Products of many tokens with a weight: persistent blocks that multiply tiles of tokens by tiles of rows.
 //
-// The warps of a block divide a tile of TOKENS tokens by ROWS rows. Stages of GEMM_K columns go by cp.async through STAGES
-// buffers, ahead of the multiplication and across tiles, so that a tile's end overlaps with the start of the next.
-// Weights, which become bf16 in registers, are the A operand and activations the B operand of mma_16x8x16. The rows of a warp
-// are dealt out so that a lane has the sums of LANE_ROWS neighbours.
+// The warps of a block divide a tile of TOKENS tokens by ROWS rows. Columns go in stages of GEMM_K: tokens by cp.async through
+// STAGES buffers in shared memory, rows, which best are one warp's alone, straight to its registers, where they become bf16.
+// Both come ahead of the multiplication and across tiles, so that a tile's end overlaps with the start of the next.
+// Weights are the A operand and activations the B operand of mma_16x8x16. The rows of a warp are dealt out so that a lane
+// has the sums of LANE_ROWS neighbours.
 //
 // What is multiplied says a Problem:
 //   Work                     GemmWork, or what is derived from it
-//   IS_STATIC                whether `locate` and the weight may be read in front of wait_for_previous
+//   IS_STATIC                whether count, works and rows are found without reading memory
 //   count()                  works; block i does i, i + gridDim.x, ...
 //   locate(index)            the work
 //   x, x_row(work, i)        bf16 [.., columns], and which of its rows is token i of the tile: one that exists
 //   values, scales, weight_row(work, i)
 //                            the weight [.., columns], and which of its rows is row i of the tile: one that exists. For FP8
 //                            the even rows of a warp share the scales of a block, and so do the odd ones
-//   columns                  K; a multiple of 8, of 64 for NVFP4, of 16 for FP8
-//   HAS_TAIL                 whether it may not be one of 64
+//   columns                  K; a multiple of MULTIPLE of the format
+//   HAS_TAIL                 whether it may not be one of GEMM_K
 //   rows(work, i)            an object for rows i .. i + LANE_ROWS - 1 of the tile, whose `store(token, sums)` gets the
 //                            LANE_ROWS sums of a token of the tile, times 1 / UNIT; also of tokens and rows that do not exist
 // and, if works may have several parts,
@@ -29,7 +30,7 @@ struct GemmWork {
   int split = 0, part = 0, parts = 1;  // several parts of K: the last block to finish adds up the sums
 };
 
-// WARP_ROWS is a multiple of 16, WARP_TOKENS of 16.
+// WARP_ROWS and WARP_TOKENS are multiples of 16.
 template <typename Format_, int ROW_WARPS_, int TOKEN_WARPS_, int WARP_ROWS_, int WARP_TOKENS_, int STAGES_>
 struct GemmShape {
   using Format = Format_;
@@ -37,89 +38,31 @@ struct GemmShape {
   static constexpr int WARP_ROWS = WARP_ROWS_, WARP_TOKENS = WARP_TOKENS_, LANE_ROWS = WARP_ROWS / 8;
   static constexpr int THREADS = WARP * ROW_WARPS * TOKEN_WARPS;
   static constexpr int ROWS = ROW_WARPS * WARP_ROWS, TOKENS = TOKEN_WARPS * WARP_TOKENS;
-  static constexpr int TOKEN_BYTES = 2 * GEMM_K;
-  // Stages of tokens, and then of rows, which are all read one stage earlier and so need a buffer less.
-  static constexpr int TOKEN_STAGE = TOKENS * TOKEN_BYTES, ROW_STAGE = ROWS * (Format::ROW_BYTES + Format::SCALE_BYTES);
-  static constexpr int ROWS_AT = STAGES * TOKEN_STAGE, SCALES_IN = ROWS * Format::ROW_BYTES;
-  static constexpr int SHARED_BYTES = ROWS_AT + (STAGES - 1) * ROW_STAGE;
+  static constexpr int TOKEN_BYTES = 2 * GEMM_K, STAGE_BYTES = TOKENS * TOKEN_BYTES;
+  static_assert(STAGES >= 3, "one is multiplied, one is here for those who are ahead, one is under way");
 };
 
-// The next stage to be copied, and this thread's part of it.
-template <typename Shape, typename Problem>
-struct GemmCopies {
-  using Format = typename Shape::Format;
-  static constexpr int THREADS = Shape::THREADS, PIECES = Format::ROW_BYTES / 16, TOKEN_PIECES = Shape::TOKEN_BYTES / 16;
-  static constexpr int TOKEN_COPIES = Shape::TOKENS * TOKEN_PIECES / THREADS, ROW_COPIES = Shape::ROWS * PIECES / THREADS;
-  static constexpr int SCALE_COPIES = Format::SCALE_BYTES ? ceil_div(Shape::ROWS, THREADS) : 0;
-  static constexpr int ROW_PARTS = ROW_COPIES + SCALE_COPIES, TOKEN_PARTS = TOKEN_COPIES;
-  static_assert(Shape::TOKENS * TOKEN_PIECES % THREADS == 0 && THREADS % (2 * TOKEN_PIECES) == 0, "whole copies of tokens");
-  static_assert(Shape::ROWS * PIECES % THREADS == 0 && THREADS % (2 * PIECES) == 0, "whole copies of rows");
-
+// Goes through the stages of this block's works.
+template <typename Problem>
+struct GemmCursor {
   const Problem& problem;
-  uint8* shared;
-  int index, stage, end_stage, count;
-  uint32 token_rows[TOKEN_COPIES], weight_rows[ROW_COPIES], scale_rows[SCALE_COPIES ? SCALE_COPIES : 1];
+  typename Problem::Work work;
+  int index, stage, count;
 
-  // Places 8i + g of a warp are row i of lane g.
-  static __device__ __forceinline__ int row_in_place(int place) {
-    const int in_warp = place % Shape::WARP_ROWS;
-    return place - in_warp + in_warp % 8 * Shape::LANE_ROWS + in_warp / 8;
-  }
+  __device__ __forceinline__ explicit GemmCursor(const Problem& problem)
+      : problem(problem), work(problem.locate(blockIdx.x)), index(blockIdx.x), stage(work.first_stage), count(problem.count()) {}
 
-  __device__ __forceinline__ void start() {
-    index = blockIdx.x, count = problem.count();
-    locate();
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage < end_stage) return;
-    if (index + int(gridDim.x) >= count) {  // nobody reads what is copied from here on
+  // Stays in the last stage, of which nobody uses what comes again. True in another work.
+  __device__ __forceinline__ bool advance() {
+    if (++stage < work.end_stage) return false;
+    if (index + int(gridDim.x) >= count) {
       --stage;
-    } else {
-      index += gridDim.x;
-      locate();
+      return false;
     }
-  }
-  __device__ __forceinline__ void locate() {
-    const typename Problem::Work work = problem.locate(index);
-    stage = work.first_stage, end_stage = work.end_stage;
-#pragma unroll
-    for (int i = 0; i < TOKEN_COPIES; ++i)
-      token_rows[i] = problem.x_row(work, threadIdx.x / TOKEN_PIECES + i * (THREADS / TOKEN_PIECES));
-#pragma unroll
-    for (int i = 0; i < ROW_COPIES; ++i)
-      weight_rows[i] = problem.weight_row(work, row_in_place(threadIdx.x / PIECES + i * (THREADS / PIECES)));
-#pragma unroll
-    for (int i = 0; i < SCALE_COPIES; ++i)
-      scale_rows[i] = problem.weight_row(work, row_in_place((threadIdx.x + i * THREADS) % Shape::ROWS));
-  }
-
-  // Part `i` of ROW_PARTS of the rows of the stage, and of TOKEN_PARTS of its tokens.
-  __device__ __forceinline__ void copy_rows(int i, int buffer) const {
-    constexpr int COLUMNS = GEMM_K / PIECES;  // of 16 bytes
-    uint8* to = shared + Shape::ROWS_AT + buffer * Shape::ROW_STAGE;
-    if (i < ROW_COPIES) {
-      const int piece = threadIdx.x % PIECES, place = threadIdx.x / PIECES;
-      copy_16(to + (place + i * (THREADS / PIECES)) * Format::ROW_BYTES + Format::place(place, piece), problem.values,
-              stage * PIECES + piece, uint32(problem.columns) / COLUMNS, weight_rows[i]);
-    } else {
-      static_assert(Format::SCALE_BYTES % 4 == 0, "copies of 4 bytes for a row");
-      const int place = threadIdx.x + (i - ROW_COPIES) * THREADS;
-      if (Shape::ROWS % THREADS == 0 || place < Shape::ROWS)
-        copy_async_4(to + Shape::SCALES_IN + 4 * place,
-                     static_cast<const uint32*>(problem.scales) + stage +
-                         uint64(scale_rows[i - ROW_COPIES]) * (uint32(problem.columns) / GEMM_K));
-    }
-  }
-  __device__ __forceinline__ void copy_tokens(int i, int buffer) const {
-    const int piece = threadIdx.x % TOKEN_PIECES, token = threadIdx.x / TOKEN_PIECES;
-    uint8* to = shared + buffer * Shape::TOKEN_STAGE + token * Shape::TOKEN_BYTES + 16 * (piece ^ token % 2);
-    copy_16(to + i * (THREADS / TOKEN_PIECES) * Shape::TOKEN_BYTES, problem.x, stage * TOKEN_PIECES + piece,
-            uint32(problem.columns) / 8, token_rows[i]);
-  }
-  // Piece `piece` of the `pieces` of a row.
-  static __device__ __forceinline__ void copy_16(uint8* to, const void* from, int piece, uint32 pieces, uint32 row) {
-    const bool exists = !Problem::HAS_TAIL || piece < pieces;
-    copy_async_16(to, static_cast<const uint4*>(from) + (exists ? piece : 0) + uint64(row) * pieces, exists);
+    index += gridDim.x;
+    work = problem.locate(index);
+    stage = work.first_stage;
+    return true;
   }
 };
 
@@ -127,60 +70,87 @@ template <typename Shape, typename Problem>
 struct Gemm {
   using Format = typename Shape::Format;
   using Work = typename Problem::Work;
-  using Copies = GemmCopies<Shape, Problem>;
   static constexpr int THREADS = Shape::THREADS, STAGES = Shape::STAGES, LANE_ROWS = Shape::LANE_ROWS;
   static constexpr int TOKEN_TILES = Shape::WARP_TOKENS / 8, ROW_TILES = Shape::WARP_ROWS / 16;
+  static constexpr int PIECES = Shape::TOKEN_BYTES / 16, COPIES = Shape::TOKENS * PIECES / THREADS;
+  static_assert(Shape::TOKENS * PIECES % THREADS == 0 && THREADS % (2 * PIECES) == 0, "whole copies of tokens");
   static_assert(TOKEN_TILES % 2 == 0, "tokens are read two tiles ahead");
-  static constexpr int STAGES_OF_SCALE = 128 / GEMM_K;
+  static constexpr int STAGES_OF_SCALE = 128 / GEMM_K, LOADS = 1;
   using Sums = float[ROW_TILES][TOKEN_TILES][4];
 
   const Problem& problem;
-  Copies copies;
-  int buffer, row_buffer;  // of the stage that is multiplied
-  // What this lane multiplies: its rows as they are stored, both groups of them in bf16, and the next tokens.
+  uint8* shared;
+  int buffer;  // of the stage that is multiplied
+  GemmCursor<Problem> copies, loads;
+  uint32 token_rows[COPIES], weight_rows[LANE_ROWS];  // unless IS_STATIC
+  // What this lane multiplies: rows of the next stages as they are stored, rows of one stage, both groups of them in bf16,
+  // and the next tokens.
+  typename Format::Loaded loaded[LOADS][LANE_ROWS];
   typename Format::Fragment fragments[LANE_ROWS];
   uint32 a[2][ROW_TILES][2][4];
   uint4 b[2];
 
   __device__ __forceinline__ Gemm(const Problem& problem, uint8* shared)
-      : problem(problem), copies{problem, shared}, buffer(0), row_buffer(0) {}
+      : problem(problem), shared(shared), buffer(0), copies(problem), loads(problem) {}
 
-  __device__ __forceinline__ int next_buffer() const { return buffer == STAGES - 1 ? 0 : buffer + 1; }
-  __device__ __forceinline__ int next_row_buffer() const { return row_buffer == STAGES - 2 ? 0 : row_buffer + 1; }
+  __device__ __forceinline__ uint32 find_token_row(int i) const {
+    return problem.x_row(copies.work, threadIdx.x / PIECES + i * (THREADS / PIECES));
+  }
+  __device__ __forceinline__ uint32 find_weight_row(int i) const {
+    const int first = threadIdx.x / WARP % Shape::ROW_WARPS * Shape::WARP_ROWS + threadIdx.x % WARP / 4 * LANE_ROWS;
+    return problem.weight_row(loads.work, first + i);
+  }
+  __device__ __forceinline__ void find_rows(bool of_tokens, bool of_weight) {
+    if constexpr (!Problem::IS_STATIC) {
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i)
+        if (of_tokens) token_rows[i] = find_token_row(i);
+#pragma unroll
+      for (int i = 0; i < LANE_ROWS; ++i)
+        if (of_weight) weight_rows[i] = find_weight_row(i);
+    }
+  }
+  // Part `i` of COPIES of the stage at `copies`.
+  __device__ __forceinline__ void copy_tokens(int i, int to) const {
+    const int piece = threadIdx.x % PIECES, token = threadIdx.x / PIECES + i * (THREADS / PIECES);
+    const int column = copies.stage * GEMM_K + 8 * piece;
+    const bool exists = !Problem::HAS_TAIL || column < problem.columns;
+    const uint32 row = Problem::IS_STATIC ? find_token_row(i) : token_rows[i];
+    copy_async_16(shared + to * Shape::STAGE_BYTES + token * Shape::TOKEN_BYTES + 16 * (piece ^ token % 2),
+                  problem.x + (exists ? column : 0) + uint64(row) * uint32(problem.columns), exists);
+  }
+  // Row `i` of the stage at `loads`.
+  __device__ __forceinline__ void load_row(int i, int to) {
+    const uint32 row = Problem::IS_STATIC ? find_weight_row(i) : weight_rows[i];
+    loaded[to][i] =
+        Format::template load<Problem::HAS_TAIL>(problem.values, problem.scales, row, problem.columns, loads.stage);
+  }
   __device__ __forceinline__ uint4 read_tokens(int from, int group, int tile) const {
     const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP / Shape::ROW_WARPS * Shape::WARP_TOKENS;
-    const uint8* tokens = copies.shared + from * Shape::TOKEN_STAGE + (first + lane / 4) * Shape::TOKEN_BYTES;
+    const uint8* tokens = shared + from * Shape::STAGE_BYTES + (first + lane / 4) * Shape::TOKEN_BYTES;
     const int piece = (2 * (lane % 4) + group) ^ lane / 4 % 2;
     return *reinterpret_cast<const uint4*>(tokens + 8 * tile * Shape::TOKEN_BYTES + 16 * piece);
-  }
-  __device__ __forceinline__ void read_rows(int from) {
-    const int lane = threadIdx.x % WARP, place = threadIdx.x / WARP % Shape::ROW_WARPS * Shape::WARP_ROWS + lane / 4;
-    const uint8* stage = copies.shared + Shape::ROWS_AT + from * Shape::ROW_STAGE;
-    const uint8* rows = stage + place * Format::ROW_BYTES;
-    const uint8* scales = stage + Shape::SCALES_IN + place * Format::SCALE_BYTES;
-#pragma unroll
-    for (int i = 0; i < LANE_ROWS; ++i)
-      fragments[i] =
-          Format::read(rows + 8 * i * Format::ROW_BYTES, scales + 8 * i * Format::SCALE_BYTES, lane / 4 % 2, lane % 4);
   }
   // One of the words that group `group` of the fragments has in A operands.
   __device__ __forceinline__ void decode(int group, int index) {
     const int row = index / 4, word = index % 4;
     a[group][row / 2][word / 2][word % 2 * 2 + row % 2] = Format::decode(fragments[row], group, word);
   }
+  __device__ __forceinline__ int next_buffer() const { return buffer == STAGES - 1 ? 0 : buffer + 1; }
 
-  // sums += a stage. Between the products of each group the next group becomes bf16, and copies of a later stage begin,
-  // one by one, since many at once keep the reads of shared memory waiting: in the second group of its rows, to where those
-  // of this stage were, in the next stage's first group of its tokens, to where those of the stage before were.
-  __device__ __forceinline__ void multiply(Sums& sums) {
+  // sums += a stage, whose successor's rows are in loaded[parity]. Between the products of each of its two groups the next
+  // group becomes bf16. Copies and loads begin one by one, since many at once keep the reads of shared memory waiting: in the
+  // first group of the tokens of a later stage, to where those of two stages ago were, in the second of rows.
+  __device__ __forceinline__ void multiply(Sums& sums, int parity) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       if (group == 1) {
         commit_copies();
-        copies.advance();
-        wait_copies<STAGES - 3>();
-        __syncthreads();
-        read_rows(next_row_buffer());
+        if (copies.advance()) find_rows(true, false);
+        wait_copies<STAGES - 3>();  // for the next stage
+        __syncthreads();            // behind which all are through with the stage before
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i) fragments[i] = Format::ready(loaded[parity][i]);
       }
 #pragma unroll
       for (int j = 0; j < TOKEN_TILES; ++j) {
@@ -195,19 +165,16 @@ struct Gemm {
 #pragma unroll
         for (int i = 0; i < 4 * LANE_ROWS; ++i)
           if (i * TOKEN_TILES / (4 * LANE_ROWS) == j) decode(1 - group, i);
-        copy_some(group, j);
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i)
+          if (group == 0 && i * TOKEN_TILES / COPIES == j) copy_tokens(i, buffer < 2 ? buffer + STAGES - 2 : buffer - 2);
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i)
+          if (group == 1 && i % TOKEN_TILES == j) load_row(i, parity);
       }
     }
-    buffer = next_buffer(), row_buffer = next_row_buffer();
-  }
-  __device__ __forceinline__ void copy_some(int group, int step) const {
-    const int to = buffer < 2 ? buffer + STAGES - 2 : buffer - 2;
-#pragma unroll
-    for (int i = 0; i < Copies::TOKEN_PARTS; ++i)
-      if (group == 0 && i * TOKEN_TILES / Copies::TOKEN_PARTS == step) copies.copy_tokens(i, to);
-#pragma unroll
-    for (int i = 0; i < Copies::ROW_PARTS; ++i)
-      if (group == 1 && i * TOKEN_TILES / Copies::ROW_PARTS == step) copies.copy_rows(i, row_buffer);
+    if (loads.advance()) find_rows(false, true);
+    buffer = next_buffer();
   }
 
   // sums += scales * step, for steps of the columns that share a scale, the last of them in stage `at`; clears `step`.
@@ -267,45 +234,56 @@ struct Gemm {
     }
   }
 
-  __device__ __forceinline__ void copy_all_rows(int to) const {
+  // Loads of the first stages, all at once.
+  __device__ __forceinline__ void start_loads() {
+    find_rows(false, true);
 #pragma unroll
-    for (int part = 0; part < Copies::ROW_PARTS; ++part) copies.copy_rows(part, to);
-  }
-  __device__ __forceinline__ void run() {
-    if constexpr (Problem::IS_STATIC) {
-      copies.start();
-#pragma unroll 1
-      for (int i = 0; i < STAGES - 1; ++i, copies.advance()) copy_all_rows(i);
+    for (int to = -1; to < LOADS; ++to) {
+#pragma unroll
+      for (int i = 0; i < LANE_ROWS; ++i) load_row(i, to < 0 ? 0 : to);
+      if (to < 0) {
+#pragma unroll
+        for (int i = 0; i < LANE_ROWS; ++i) fragments[i] = Format::ready(loaded[0][i]);
+      }
+      if (loads.advance()) find_rows(false, true);
     }
+  }
+
+  __device__ __forceinline__ void run() {
     start_next();
+    if constexpr (Problem::IS_STATIC) start_loads();
     wait_for_previous();
-    if (int(blockIdx.x) >= problem.count()) return;
-    copies.start();
+    if constexpr (!Problem::IS_STATIC) start_loads();
+    find_rows(true, false);
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 1; ++i) {
-      if constexpr (!Problem::IS_STATIC) copy_all_rows(i);
-      if (i == STAGES - 2) break;  // its tokens are copied in the first stage
+    for (int i = 0; i < STAGES - 2; ++i) {
 #pragma unroll
-      for (int part = 0; part < Copies::TOKEN_PARTS; ++part) copies.copy_tokens(part, i);
+      for (int part = 0; part < COPIES; ++part) copy_tokens(part, i);
       commit_copies();
-      copies.advance();
+      if (copies.advance()) find_rows(true, false);
     }
     wait_copies<STAGES - 3>();
     __syncthreads();
-    read_rows(0);
 #pragma unroll
     for (int j = 0; j < 2; ++j) b[j] = read_tokens(0, 0, j);
 #pragma unroll
     for (int i = 0; i < 4 * LANE_ROWS; ++i) decode(0, i);
+    int parity = 0;
     for (int mine = blockIdx.x; mine < copies.count; mine += gridDim.x) {
       const Work now = problem.locate(mine);
       Sums sums = {}, step = {};
-      for (int at = now.first_stage; at < now.end_stage; ++at) {
-        if constexpr (Format::HAS_SUM_SCALES) {
-          multiply(step);
-          if (at % STAGES_OF_SCALE == STAGES_OF_SCALE - 1 || at == now.end_stage - 1) add_scaled(now, at, sums, step);
-        } else {
-          multiply(sums);
+      int at = now.first_stage;
+      while (at < now.end_stage) {
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+          if (i != parity || at == now.end_stage) continue;
+          if constexpr (Format::HAS_SUM_SCALES) {
+            multiply(step, i);
+            if (at % STAGES_OF_SCALE == STAGES_OF_SCALE - 1 || at == now.end_stage - 1) add_scaled(now, at, sums, step);
+          } else {
+            multiply(sums, i);
+          }
+          ++at, parity = i + 1 == LOADS ? 0 : i + 1;
         }
       }
       const Work done = problem.locate(made_anew(mine));
