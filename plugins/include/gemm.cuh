@@ -8,8 +8,7 @@
 //
 // What is multiplied says a Problem:
 //   Work                     GemmWork, or what is derived from it
-//   IS_STATIC                whether count, works and rows are found without reading memory
-//   count()                  works; block i does i, i + gridDim.x, ...
+//   count()                  works, at least as many as blocks; block i does i, i + gridDim.x, ...
 //   locate(index)            the work
 //   x, x_row(work, i)        bf16 [.., columns], and which of its rows is token i of the tile: one that exists
 //   values, scales, weight_row(work, i)
@@ -52,17 +51,16 @@ struct GemmCursor {
   __device__ __forceinline__ explicit GemmCursor(const Problem& problem)
       : problem(problem), work(problem.locate(blockIdx.x)), index(blockIdx.x), stage(work.first_stage), count(problem.count()) {}
 
-  // Stays in the last stage, of which nobody uses what comes again. True in another work.
-  __device__ __forceinline__ bool advance() {
-    if (++stage < work.end_stage) return false;
+  // Stays in the last stage, of which nobody uses what comes again.
+  __device__ __forceinline__ void advance() {
+    if (++stage < work.end_stage) return;
     if (index + int(gridDim.x) >= count) {
       --stage;
-      return false;
+    } else {
+      index += gridDim.x;
+      work = problem.locate(index);
+      stage = work.first_stage;
     }
-    index += gridDim.x;
-    work = problem.locate(index);
-    stage = work.first_stage;
-    return true;
   }
 };
 
@@ -75,17 +73,16 @@ struct Gemm {
   static constexpr int PIECES = Shape::TOKEN_BYTES / 16, COPIES = Shape::TOKENS * PIECES / THREADS;
   static_assert(Shape::TOKENS * PIECES % THREADS == 0 && THREADS % (2 * PIECES) == 0, "whole copies of tokens");
   static_assert(TOKEN_TILES % 2 == 0, "tokens are read two tiles ahead");
-  static constexpr int STAGES_OF_SCALE = 128 / GEMM_K, LOADS = 1;
+  static constexpr int STAGES_OF_SCALE = 128 / GEMM_K;
   using Sums = float[ROW_TILES][TOKEN_TILES][4];
 
   const Problem& problem;
   uint8* shared;
   int buffer;  // of the stage that is multiplied
   GemmCursor<Problem> copies, loads;
-  uint32 token_rows[COPIES], weight_rows[LANE_ROWS];  // unless IS_STATIC
-  // What this lane multiplies: rows of the next stages as they are stored, rows of one stage, both groups of them in bf16,
+  // What this lane multiplies: rows of the next stage as they are stored, of the one before it, both groups of that in bf16,
   // and the next tokens.
-  typename Format::Loaded loaded[LOADS][LANE_ROWS];
+  typename Format::Loaded loaded[LANE_ROWS];
   typename Format::Fragment fragments[LANE_ROWS];
   uint32 a[2][ROW_TILES][2][4];
   uint4 b[2];
@@ -93,37 +90,20 @@ struct Gemm {
   __device__ __forceinline__ Gemm(const Problem& problem, uint8* shared)
       : problem(problem), shared(shared), buffer(0), copies(problem), loads(problem) {}
 
-  __device__ __forceinline__ uint32 find_token_row(int i) const {
-    return problem.x_row(copies.work, threadIdx.x / PIECES + i * (THREADS / PIECES));
-  }
-  __device__ __forceinline__ uint32 find_weight_row(int i) const {
-    const int first = threadIdx.x / WARP % Shape::ROW_WARPS * Shape::WARP_ROWS + threadIdx.x % WARP / 4 * LANE_ROWS;
-    return problem.weight_row(loads.work, first + i);
-  }
-  __device__ __forceinline__ void find_rows(bool of_tokens, bool of_weight) {
-    if constexpr (!Problem::IS_STATIC) {
-#pragma unroll
-      for (int i = 0; i < COPIES; ++i)
-        if (of_tokens) token_rows[i] = find_token_row(i);
-#pragma unroll
-      for (int i = 0; i < LANE_ROWS; ++i)
-        if (of_weight) weight_rows[i] = find_weight_row(i);
-    }
-  }
   // Part `i` of COPIES of the stage at `copies`.
   __device__ __forceinline__ void copy_tokens(int i, int to) const {
     const int piece = threadIdx.x % PIECES, token = threadIdx.x / PIECES + i * (THREADS / PIECES);
     const int column = copies.stage * GEMM_K + 8 * piece;
     const bool exists = !Problem::HAS_TAIL || column < problem.columns;
-    const uint32 row = Problem::IS_STATIC ? find_token_row(i) : token_rows[i];
+    const uint32 row = problem.x_row(copies.work, token);
     copy_async_16(shared + to * Shape::STAGE_BYTES + token * Shape::TOKEN_BYTES + 16 * (piece ^ token % 2),
                   problem.x + (exists ? column : 0) + uint64(row) * uint32(problem.columns), exists);
   }
   // Row `i` of the stage at `loads`.
-  __device__ __forceinline__ void load_row(int i, int to) {
-    const uint32 row = Problem::IS_STATIC ? find_weight_row(i) : weight_rows[i];
-    loaded[to][i] =
-        Format::template load<Problem::HAS_TAIL>(problem.values, problem.scales, row, problem.columns, loads.stage);
+  __device__ __forceinline__ void load_row(int i) {
+    const int first = threadIdx.x / WARP % Shape::ROW_WARPS * Shape::WARP_ROWS + threadIdx.x % WARP / 4 * LANE_ROWS;
+    loaded[i] = Format::template load<Problem::HAS_TAIL>(problem.values, problem.scales,
+                                                         problem.weight_row(loads.work, first + i), problem.columns, loads.stage);
   }
   __device__ __forceinline__ uint4 read_tokens(int from, int group, int tile) const {
     const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP / Shape::ROW_WARPS * Shape::WARP_TOKENS;
@@ -138,19 +118,19 @@ struct Gemm {
   }
   __device__ __forceinline__ int next_buffer() const { return buffer == STAGES - 1 ? 0 : buffer + 1; }
 
-  // sums += a stage, whose successor's rows are in loaded[parity]. Between the products of each of its two groups the next
+  // sums += a stage. Between the products of each of its two groups the next
   // group becomes bf16. Copies and loads begin one by one, since many at once keep the reads of shared memory waiting: in the
   // first group of the tokens of a later stage, to where those of two stages ago were, in the second of rows.
-  __device__ __forceinline__ void multiply(Sums& sums, int parity) {
+  __device__ __forceinline__ void multiply(Sums& sums) {
 #pragma unroll
     for (int group = 0; group < 2; ++group) {
       if (group == 1) {
         commit_copies();
-        if (copies.advance()) find_rows(true, false);
+        copies.advance();
         wait_copies<STAGES - 3>();  // for the next stage
         __syncthreads();            // behind which all are through with the stage before
 #pragma unroll
-        for (int i = 0; i < LANE_ROWS; ++i) fragments[i] = Format::ready(loaded[parity][i]);
+        for (int i = 0; i < LANE_ROWS; ++i) fragments[i] = Format::ready(loaded[i]);
       }
 #pragma unroll
       for (int j = 0; j < TOKEN_TILES; ++j) {
@@ -170,10 +150,10 @@ struct Gemm {
           if (group == 0 && i * TOKEN_TILES / COPIES == j) copy_tokens(i, buffer < 2 ? buffer + STAGES - 2 : buffer - 2);
 #pragma unroll
         for (int i = 0; i < LANE_ROWS; ++i)
-          if (group == 1 && i % TOKEN_TILES == j) load_row(i, parity);
+          if (group == 1 && i % TOKEN_TILES == j) load_row(i);
       }
     }
-    if (loads.advance()) find_rows(false, true);
+    loads.advance();
     buffer = next_buffer();
   }
 
@@ -234,33 +214,22 @@ struct Gemm {
     }
   }
 
-  // Loads of the first stages, all at once.
-  __device__ __forceinline__ void start_loads() {
-    find_rows(false, true);
-#pragma unroll
-    for (int to = -1; to < LOADS; ++to) {
-#pragma unroll
-      for (int i = 0; i < LANE_ROWS; ++i) load_row(i, to < 0 ? 0 : to);
-      if (to < 0) {
-#pragma unroll
-        for (int i = 0; i < LANE_ROWS; ++i) fragments[i] = Format::ready(loaded[0][i]);
-      }
-      if (loads.advance()) find_rows(false, true);
-    }
-  }
-
   __device__ __forceinline__ void run() {
+#pragma unroll
+    for (int stage = 0; stage < 2; ++stage, loads.advance()) {
+#pragma unroll
+      for (int i = 0; i < LANE_ROWS; ++i) {
+        if (stage == 1) fragments[i] = Format::ready(loaded[i]);
+        load_row(i);
+      }
+    }
     start_next();
-    if constexpr (Problem::IS_STATIC) start_loads();
     wait_for_previous();
-    if constexpr (!Problem::IS_STATIC) start_loads();
-    find_rows(true, false);
 #pragma unroll 1
-    for (int i = 0; i < STAGES - 2; ++i) {
+    for (int i = 0; i < STAGES - 2; ++i, copies.advance()) {
 #pragma unroll
       for (int part = 0; part < COPIES; ++part) copy_tokens(part, i);
       commit_copies();
-      if (copies.advance()) find_rows(true, false);
     }
     wait_copies<STAGES - 3>();
     __syncthreads();
@@ -268,22 +237,15 @@ struct Gemm {
     for (int j = 0; j < 2; ++j) b[j] = read_tokens(0, 0, j);
 #pragma unroll
     for (int i = 0; i < 4 * LANE_ROWS; ++i) decode(0, i);
-    int parity = 0;
     for (int mine = blockIdx.x; mine < copies.count; mine += gridDim.x) {
       const Work now = problem.locate(mine);
       Sums sums = {}, step = {};
-      int at = now.first_stage;
-      while (at < now.end_stage) {
-#pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-          if (i != parity || at == now.end_stage) continue;
-          if constexpr (Format::HAS_SUM_SCALES) {
-            multiply(step, i);
-            if (at % STAGES_OF_SCALE == STAGES_OF_SCALE - 1 || at == now.end_stage - 1) add_scaled(now, at, sums, step);
-          } else {
-            multiply(sums, i);
-          }
-          ++at, parity = i + 1 == LOADS ? 0 : i + 1;
+      for (int at = now.first_stage; at < now.end_stage; ++at) {
+        if constexpr (Format::HAS_SUM_SCALES) {
+          multiply(step);
+          if (at % STAGES_OF_SCALE == STAGES_OF_SCALE - 1 || at == now.end_stage - 1) add_scaled(now, at, sums, step);
+        } else {
+          multiply(sums);
         }
       }
       const Work done = problem.locate(made_anew(mine));
