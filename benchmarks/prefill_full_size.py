@@ -54,8 +54,8 @@ class Measurement:
     to the end of its last chunk on the GPU."""
     is_start: bool
     tokens_per_second: float
-    host_ms: float
-    """The mean time of the host for a chunk, as far as it need not wait for the GPU."""
+    host_ms: float | None
+    """Of the host for the first chunk, which finds the GPU idle; None where it waits for the token as well."""
     flops: float
     floor_ms: float
     peak_bytes: int
@@ -64,7 +64,8 @@ class Measurement:
         return (
             f"{self.precision:<11}{self.chunk:>6}{self.prompt:>8}{self.first_token_ms:>11.1f}"
             f"{self.tokens_per_second:>10.0f}{self.flops / self.prompt / 1e9:>9.2f}{self.floor_ms:>10.1f}"
-            f"{self.first_token_ms / self.floor_ms:>7.2f}{self.host_ms:>9.1f}{self.peak_bytes / 2**30:>9.1f}"
+            f"{self.first_token_ms / self.floor_ms:>7.2f}"
+            f"{'' if self.host_ms is None else f'{self.host_ms:.1f}':>9}{self.peak_bytes / 2**30:>9.1f}"
             f"{'  start of a longer one' if self.is_start else ''}"
         )
 
@@ -73,7 +74,7 @@ HEADER = (
     f"{'precision':<11}{'chunk':>6}{'prompt':>8}{'token 1 ms':>11}{'tokens/s':>10}{'GFLOP/t':>9}{'floor ms':>10}"
     f"{'x floor':>7}{'host ms':>9}{'GiB':>9}"
 )
-NOTES = "floor: the prompt's products at the rate of cuBLAS above; host ms: Python's for a chunk; GiB: the most in use"
+NOTES = "floor: the prompt's products at the rate of cuBLAS above; host ms: Python's, first chunk; GiB: the most in use"
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Run:
 
     chunk_ends: list[float]
     first_token: float
-    host: float
+    host: float | None
 
 
 class Model(FullSizeModel):
@@ -95,10 +96,11 @@ class Model(FullSizeModel):
     def prefill(self, prompt: int, chunk: int) -> Run:
         core = self.core_within(replace(LIMITS, prefill_chunk=chunk))
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-        sequence = core.make_sequence(None, self.random_prompt(prompt, self.generator), params)
+        ids = self.random_prompt(prompt, self.generator).tolist()
         torch.cuda.synchronize()
         events, host, start = [torch.cuda.Event(enable_timing=True)], [], time.perf_counter()
         events[0].record()
+        sequence = core.make_sequence(None, ids, params)
         core.add(sequence)
         while sequence.finish_reason is None:
             begin = time.perf_counter()
@@ -109,7 +111,7 @@ class Model(FullSizeModel):
         first_token = time.perf_counter() - start
         torch.cuda.synchronize()
         ends = [events[0].elapsed_time(event) for event in events[1:]]
-        return Run(ends, 1e3 * first_token, 1e3 * min(host))
+        return Run(ends, 1e3 * first_token, 1e3 * host[0] if len(host) > 1 else None)
 
     def chunk_kernels(self, chunk: int, context: int) -> Kernels:
         """Of a chunk behind ``context`` tokens."""

@@ -8,103 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.kernels import Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef, c_type
+from qwen4exp_trt.plugins.moe_many_launch import many_launches, takes_many_tokens
+from qwen4exp_trt.plugins.moe_operands import BF16, NVFP4, Defines, Experts, Sizes, sizes_of
 
 WARP = 32
 MOST_ROWS = 512
 """Rows of a step that are routed together: what bounds the workspace."""
-MOST_EXPERTS = 1024
-MOST_CHOICES = 64
 ROUTER_WARPS = 16
 FEW_ROWS = 1
 """Up to so many, a warp computes one router row for them; beyond, tensor cores do."""
-
-Defines = tuple[tuple[str, int | float | str], ...]
-
-
-@dataclass(frozen=True)
-class ExpertFormat:
-    """A struct of the kernels, and the elements of a row that a warp multiplies a step, each lane with 16 bytes."""
-
-    name: str
-    step: int
-
-
-NVFP4 = ExpertFormat("Nvfp4", 128)
-FP8_BLOCKS = ExpertFormat("Fp8Blocks", 64)
-BF16 = ExpertFormat("Bf16", 32)
-FLOAT32 = ExpertFormat("Float32", 0)
-_FORMATS = {
-    torch.float4_e2m1fn_x2: NVFP4,
-    torch.float8_e4m3fn: FP8_BLOCKS,
-    torch.bfloat16: BF16,
-    torch.float32: FLOAT32,
-}
-FP8_BLOCK = 128
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The operands of the routed experts (``prefix`` empty) or of the shared one (``shared_``)."""
-
-    call: Call
-    prefix: str
-
-    @property
-    def format(self) -> ExpertFormat:
-        return _FORMATS[self.call[f"{self.prefix}down_proj"].dtype]
-
-    @property
-    def inner(self) -> int:
-        """The size of the hidden vector."""
-        return self.call[f"{self.prefix}down_proj"].shape[-1]
-
-    def args(self, projection: str) -> tuple[Arg, Arg, Arg]:
-        """Values, scales of blocks and global scales of ``gate_up`` or ``down``; the values for what there is not."""
-        name, tensors = f"{self.prefix}{projection}", self.call.tensors
-        values, scales = tensors[f"{name}_proj"], tensors.get(f"{name}_scales")
-        if self.format == NVFP4:
-            return values, tensors[f"{name}_block_scales"], scales or values
-        return values, scales or values, values
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What all launches of a call share."""
-
-    hidden: int
-    experts: int
-    choices: int
-    normalized: int
-    activation: torch.dtype
-    routed: Experts
-    shared: Experts
-
-    @property
-    def routing(self) -> Defines:
-        return ("EXPERTS", self.experts), ("CHOICES", self.choices)
-
-    @property
-    def groups(self) -> Defines:
-        return (
-            *self.routing,
-            ("HIDDEN", self.hidden),
-            ("INNER", self.routed.inner),
-            ("SHARED_INNER", self.shared.inner),
-            ("ROUTED", self.routed.format.name),
-            ("SHARED", self.shared.format.name),
-        )
-
-    @property
-    def on_tensor_cores(self) -> bool:
-        """Whether rows are whole steps, tiles are whole, and no tile has rows of two blocks of FP8 scales."""
-        if self.activation != torch.bfloat16 or self.hidden % 128:
-            return False
-        return all(
-            experts.inner % (FP8_BLOCK if experts.format == FP8_BLOCKS else max(experts.format.step, 16)) == 0
-            for experts in (self.routed, self.shared)
-        )
 
 
 @dataclass(frozen=True)
@@ -129,8 +42,11 @@ class Rows:
 
 def moe_launches(call: Call) -> Iterator[Launch]:
     """Router, choice of experts, gate and up, down, and the weighted sum, for up to `MOST_ROWS` rows at a time."""
-    sizes = _sizes(call)
+    sizes = sizes_of(call)
     total = call["x"].shape[0]
+    if takes_many_tokens(sizes, total):
+        yield from many_launches(call, sizes)
+        return
     most = min(total, MOST_ROWS)
     entries = most * (sizes.choices + 1)
     scratch = {
@@ -150,24 +66,6 @@ def moe_launches(call: Call) -> Iterator[Launch]:
             yield from _one_token(call, sizes, rows)
         else:
             yield from _grouped_tokens(call, sizes, rows)
-
-
-def _sizes(call: Call) -> Sizes:
-    experts, choices = call["router_weight"].shape[0], call.attrs["num_experts_per_tok"]
-    if not 1 <= choices <= min(experts, MOST_CHOICES) or experts > MOST_EXPERTS:
-        raise PluginError(
-            f"the CUDA kernels of a mixture of experts take up to {MOST_EXPERTS} experts, of which a token chooses 1 "
-            f"to {MOST_CHOICES}; got {experts} experts and num_experts_per_tok = {choices}"
-        )
-    return Sizes(
-        hidden=call["x"].shape[1],
-        experts=experts,
-        choices=choices,
-        normalized=int(bool(call.attrs["norm_topk_prob"])),
-        activation=call["x"].dtype,
-        routed=Experts(call, ""),
-        shared=Experts(call, "shared_"),
-    )
 
 
 # --- router ---------------------------------------------------------------------------------------------------------
@@ -306,10 +204,12 @@ class Shape:
         )
 
 
+GATE_UP_ONE = Shape(warps=5, tiles=1, loads=4, blocks=7)
+"""For one token of NVFP4 experts: small blocks, of which each multiprocessor of an H200 has about as many, at once."""
 GATE_UP_FEW, FEW_TOKENS = Shape(warps=5, tiles=2, loads=8, blocks=4), 4
 """For up to `FEW_TOKENS`, where blocks are few; as the others, the fastest of those measured on an H200."""
-GATE_UP, DOWN = Shape(warps=2, tiles=2, loads=8, blocks=8), Shape(warps=4, tiles=1, loads=10, blocks=5)
-GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=3), Shape(warps=4, tiles=2, loads=8, blocks=3)
+GATE_UP, DOWN = Shape(warps=2, tiles=2, loads=8, blocks=7), Shape(warps=4, tiles=1, loads=10, blocks=4)
+GATE_UP_16, DOWN_16 = Shape(warps=5, tiles=2, loads=8, blocks=2), Shape(warps=4, tiles=2, loads=8, blocks=3)
 """For groups of more than 8 tokens."""
 
 
@@ -322,6 +222,8 @@ def _gate_up(
 ) -> Launch:
     routed, shared = sizes.routed, sizes.shared
     few = GATE_UP_FEW if rows.count <= FEW_TOKENS else GATE_UP
+    if one_token and routed.format == shared.format == NVFP4:
+        few = GATE_UP_ONE
     shape = few if group == 8 else GATE_UP_16
     tiles, shared_tiles = shape.tiles_of(routed), shape.tiles_of(shared)
     shared_blocks = shared_groups * (shared.inner // (8 * shared_tiles))

@@ -27,7 +27,7 @@ def build_step_inputs(
         end = start + entry.num_tokens
         assert sequence.memory is not None, sequence.request_id
         token_ids += sequence.token_ids[start:end]
-        positions += range(start, end)
+        positions.append(np.arange(start, end, dtype=np.int32))
         lens.append(end)
         memories.append(sequence.memory)
     starts = [0, *accumulate(entry.num_tokens for entry in scheduled)]
@@ -35,7 +35,7 @@ def build_step_inputs(
     rows = list(range(starts[-1])) if all_rows else [starts[index + 1] - 1 for index in sampled]
     inputs = {
         "input_ids": token_ids,
-        "positions": [positions] * 3,  # text: all three MRoPE axes agree
+        "positions": np.tile(np.concatenate(positions), (3, 1)),  # text: all three MRoPE axes agree
         "query_start_loc": starts,
         "seq_lens": lens,
         "slot_ids": [memory.slot for memory in memories],

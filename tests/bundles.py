@@ -8,10 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
 from model_zoo import tiny_config_dict, write_hf_checkpoint
 from tiny_tokenizer import tiny_backend
 
+from qwen4exp_trt.builder import build as build_module
 from qwen4exp_trt.builder.build import build_bundle
+from qwen4exp_trt.builder.engine import EngineBuild
 from qwen4exp_trt.builder.options import BuildOptions
 
 ROOT = Path(__file__).parents[1]
@@ -56,3 +60,13 @@ def build(checkpoint: Path, output: Path, **options: Any) -> Path:
     values = {"activation_dtype": "float32", **LIMITS} | options
     build_bundle(BuildOptions(checkpoint=checkpoint, output=output, **values))
     return output
+
+
+def build_for_gpu(output: Path, activation_dtype: str, **limits: int) -> Path:
+    """The demo with kernels for the GPU at hand. Its engine, which needs TensorRT and is not run, is a stand-in."""
+    own = "sm{}{}".format(*torch.cuda.get_device_capability())
+    options = {"kernel_target": (own,)} if activation_dtype == "float32" else {"target": own}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_module, "_load_trt", lambda options: torch if options.has_engine else None)
+        patch.setattr(build_module, "build_engine", lambda *args: EngineBuild(b"engine", {"activation_bytes": {}}))
+        return build(DEMO_CHECKPOINT, output, activation_dtype=activation_dtype, **limits, **options)

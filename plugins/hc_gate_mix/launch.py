@@ -35,6 +35,8 @@ class GatedMix:
     streams: int
     rank: int
     dtype: torch.dtype
+    factors: tuple[Arg, ...] = ()
+    """Scales of each stream of a token and the gain, if `normed` is to be multiplied by them (`many_fits` only)."""
 
     @property
     def defines(self) -> tuple[tuple[str, int], ...]:
@@ -77,7 +79,7 @@ def gate_mix(call: Call, mix: GatedMix) -> Launch:
             threads=_ANY_WARPS * 32,
             args=(mix.lowrank, mix.up_weight, mix.normed, mix.mixed),
         )
-    if mix.tokens >= _MORE_THAN_FEW and _many_fits(mix):
+    if many_fits(mix.tokens, mix.hidden, mix.streams, mix.rank):
         return _many_tokens(call, mix)
     stage = TILE_TOKENS if mix.tokens <= TILE_TOKENS else _STAGE
     columns = column_blocks(mix.hidden, mix.streams)
@@ -91,8 +93,9 @@ def gate_mix(call: Call, mix: GatedMix) -> Launch:
     )
 
 
-def _many_fits(mix: GatedMix) -> bool:
-    return mix.streams == _MANY_STREAMS and mix.rank <= _MANY_MAX_RANK and mix.hidden % 8 == 0
+def many_fits(tokens: int, hidden: int, streams: int, rank: int) -> bool:
+    """Whether what `mix_fits` takes the kernel for many tokens."""
+    return tokens >= _MORE_THAN_FEW and streams == _MANY_STREAMS and rank <= _MANY_MAX_RANK and hidden % 8 == 0
 
 
 def _many_tokens(call: Call, mix: GatedMix) -> Launch:
@@ -102,11 +105,12 @@ def _many_tokens(call: Call, mix: GatedMix) -> Launch:
         """In stages, of so many blocks along the tokens."""
         return -(-columns * blocks // call.num_sms) * (-(-stages // blocks) + _START_COST)
 
-    stage_bytes = 2 * _MANY_STAGE * (mix.rank + mix.streams * _MANY_COLUMNS + 8)
+    stage_bytes = 2 * _MANY_STAGE * (mix.rank + mix.streams * (_MANY_COLUMNS + 2))
+    entry = "hc_gate_mix_many_scaled_tokens" if mix.factors else "hc_gate_mix_many_tokens"
     return Launch(
-        Kernel("hc_gate_mix/many_tokens.cu", "hc_gate_mix_many_tokens", mix.defines),
+        Kernel("hc_gate_mix/many_tokens.cu", entry, mix.defines),
         grid=(columns, min(range(1, min(stages, _MOST_TOKEN_BLOCKS) + 1), key=time), 1),
         threads=_MANY_WARPS * 32,
-        args=(mix.lowrank, mix.up_weight, mix.normed, mix.mixed, mix.tokens),
+        args=(mix.lowrank, mix.up_weight, mix.normed, *mix.factors, mix.mixed, mix.tokens),
         shared_bytes=_MANY_STAGES * stage_bytes,
     )

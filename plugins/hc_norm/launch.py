@@ -20,9 +20,14 @@ def norm_launch(entry: str, streams: int, shape: Sequence[int], dtype: torch.dty
     """A norm of a stack of ``shape`` ``[T, W]``: ``entry`` of the kernel with its ``args``."""
     tokens, width = shape
     hidden = width // streams
-    threads = min(-(-hidden // vector_of(hidden, dtype) // 32) * 32, MAX_THREADS)
+    threads = norm_threads(hidden, dtype)
     defines = (("HIDDEN", hidden), ("STREAMS", streams), ("BLOCK_THREADS", threads), ("ACTIVATION", c_type(dtype)))
     return Launch(Kernel("hc_norm/kernel.cu", entry, defines), (tokens * streams, 1, 1), threads, args)
+
+
+def norm_threads(hidden: int, dtype: torch.dtype) -> int:
+    """Of a block that has a stream of a token."""
+    return min(-(-hidden // vector_of(hidden, dtype) // 32) * 32, MAX_THREADS)
 
 
 def vector_of(columns: int, dtype: torch.dtype) -> int:

@@ -37,6 +37,8 @@ class Projection:
     width: int
     streams: int
     dtype: torch.dtype
+    scales: Arg | None = None
+    """Of each stream of a token, if `normed` is to be multiplied by them (many tokens only)."""
 
     @property
     def padded_rows(self) -> int:
@@ -89,12 +91,15 @@ def _many_tokens(call: Call, p: Projection) -> Iterator[Launch]:
     partial = call.scratch(max(sums, p.tokens * p.streams), p.padded_rows)
     defines = (("ROWS", p.rows), ("WIDTH", p.width), ("STREAMS", p.streams))
     defines += (("TOKEN_TILES", block_tokens // 32), ("ROW_TILES", tiles), ("STAGES", _STAGES))
-    source = "hc_project/many_tokens.cu"
+    source, entry = "hc_project/many_tokens.cu", "hc_project_many_tokens"
+    operands = (p.normed, p.weight)
+    if p.scales is not None:
+        entry, operands = "hc_project_many_scaled_tokens", (*operands, p.scales)
     yield Launch(
-        Kernel(source, "hc_project_many_tokens", defines),
+        Kernel(source, entry, defines),
         grid=(token_blocks, groups, splits),
         threads=_MANY_THREADS,
-        args=(p.normed, p.weight, partial, p.tokens),
+        args=(*operands, partial, p.tokens),
         shared_bytes=_STAGES * (block_tokens + _ROW_WARPS * tiles * 8) * CHUNK * 2,
     )
     yield Launch(

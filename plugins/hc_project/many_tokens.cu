@@ -68,8 +68,25 @@ __device__ __forceinline__ void multiply_stage(const uint4* tokens, const uint4*
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-hc_project_many_tokens(const bf16* normed, const bf16* weight, float* partial, int tokens) {
+// Multiplies the sums of a lane's tokens by `factor(token)`.
+template <typename Factor>
+__device__ __forceinline__ void scale_sums(float (&sums)[TOKEN_TILES][ROW_TILES][4], int64 first_token, int tokens,
+                                           Factor factor) {
+#pragma unroll
+  for (int i = 0; i < TOKEN_TILES * 2; ++i) {
+    const int64 token = first_token + i * 8 + threadIdx.x % WARP / 4;
+    const float times = factor(token < tokens ? token : tokens - 1);
+#pragma unroll
+    for (int j = 0; j < ROW_TILES; ++j) sums[i / 2][j][i % 2 * 2] *= times, sums[i / 2][j][i % 2 * 2 + 1] *= times;
+  }
+}
+
+// With IS_SCALED each stream of a token counts times its `scales` `[tokens, STREAMS]`: the sums are in units of the
+// current stream's scale.
+template <bool IS_SCALED>
+__device__ __forceinline__ void project_many_tokens(const bf16* normed, const bf16* weight, const float* scales,
+                                                    float* partial, int tokens) {
+  constexpr int STREAM_STEPS = STEPS / STREAMS;
   DYNAMIC_SHARED(uint4, stages);  // [STAGES, BLOCK_TOKENS + BLOCK_ROWS, VECTORS]
   const int begin = blockIdx.z * STEPS / gridDim.z, end = (blockIdx.z + 1) * STEPS / gridDim.z;
   const int64 first_token = int64(blockIdx.x) * BLOCK_TOKENS;
@@ -101,8 +118,18 @@ hc_project_many_tokens(const bf16* normed, const bf16* weight, float* partial, i
       row_copies.copy(to + BLOCK_TOKENS * VECTORS, step + STAGES - 1);
     }
     commit_copies();
+    if (IS_SCALED && step > begin && step % STREAM_STEPS == 0) {
+      const float* now = scales + step / STREAM_STEPS;
+      scale_sums(sums, first_token + warp_token, tokens, [=](int64 token) {
+        return __ldcg(now + token * STREAMS - 1) / __ldcg(now + token * STREAMS);
+      });
+    }
     multiply_stage(own_tokens + stage * STAGE_VECTORS, own_rows + stage * STAGE_VECTORS, lane, sums);
     stage = stage + 1 == STAGES ? 0 : stage + 1, filled = filled + 1 == STAGES ? 0 : filled + 1;
+  }
+  if (IS_SCALED) {
+    const float* last = scales + (end - 1) / STREAM_STEPS;
+    scale_sums(sums, first_token + warp_token, tokens, [=](int64 token) { return __ldcg(last + token * STREAMS); });
   }
   float* to = partial + int64(blockIdx.z) * tokens * PADDED_ROWS;
 #pragma unroll
@@ -116,6 +143,16 @@ hc_project_many_tokens(const bf16* normed, const bf16* weight, float* partial, i
       if (row < PADDED_ROWS) *reinterpret_cast<float2*>(to + token * PADDED_ROWS + row) = make_float2(pair[0], pair[1]);
     }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+hc_project_many_tokens(const bf16* normed, const bf16* weight, float* partial, int tokens) {
+  project_many_tokens<false>(normed, weight, nullptr, partial, tokens);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+hc_project_many_scaled_tokens(const bf16* combined, const bf16* weight, const float* scales, float* partial, int tokens) {
+  project_many_tokens<true>(combined, weight, scales, partial, tokens);
 }
 
 // Adds up the splits, a thread for four rows of a token.

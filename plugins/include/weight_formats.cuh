@@ -19,6 +19,7 @@
 //                          `scale_bytes`, which THREADS threads start to fill together: fewer and larger requests
 //                          With HALVES = 1 all of these know the rows `low` only, and the others count as zero.
 //   arrange                8 activations as the B operands of those
+//   place                  where `arrange` puts element 0 <= i < 8
 //   value                  one element, without UNIT
 // Rows start at multiples of 16 bytes, so K is a multiple of 8 * GROUPS. No load is by `__ldg`, see `load_streaming`.
 #pragma once
@@ -64,7 +65,7 @@ __device__ __forceinline__ void interleave_rows(const uint32 (&words)[HALVES][4]
   }
 }
 
-// `nvfp4_scale` of a scale that may be negative, from the code in bytes 0 and 2.
+// `nvfp4_scale` of two scales that may be negative, the codes in bytes 0 and 2, each in a half of the word.
 __device__ __forceinline__ uint32 nvfp4_scale_pair(uint32 codes) {
   return multiply_bf16(e4m3_pair_to_bf16(codes), 0x7a807a80u);  // 2^118
 }
@@ -153,7 +154,8 @@ struct Nvfp4 {
     uint32 words[HALVES][4];
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) {
-      uint32 scale = nvfp4_scale_pair(__byte_perm(fragment.scales[i], 0, group < 2 ? 0x4040 : 0x4141));
+      const uint32 scales = nvfp4_scale_pair(__byte_perm(fragment.scales[i], 0, 0x4140));  // once for all groups
+      const uint32 scale = __byte_perm(scales, 0, group < 2 ? 0x1010 : 0x3232);
       e2m1_words(word_of(fragment.codes[i], group), words[i]);
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[i][w] = multiply_bf16(words[i][w], scale);
@@ -161,6 +163,7 @@ struct Nvfp4 {
     interleave_rows(words, a);
   }
   static __device__ __forceinline__ uint4 arrange(uint4 x) { return pair_with_fourth(x); }
+  static __device__ __forceinline__ int place(int i) { return 2 * (i & 3) + (i >> 2); }
   static __device__ __forceinline__ float value(const void* codes, const void* scales, int columns, int row, int k) {
     int64 index = int64(row) * columns + k;
     uint32 code = uint32(static_cast<const uint8*>(codes)[index / 2]) >> (4 * (k % 2)) & 15u;
@@ -255,6 +258,7 @@ struct Fp8Blocks {
     interleave_rows(words, a);
   }
   static __device__ __forceinline__ uint4 arrange(uint4 x) { return pair_with_second(x); }
+  static __device__ __forceinline__ int place(int i) { return (i & 4) + 2 * (i & 1) + (i >> 1 & 1); }
   static __device__ __forceinline__ float value(const void* codes, const void* scales, int columns, int row, int k) {
     float scale = static_cast<const float*>(scales)[int64(row / BLOCK) * ceil_div(columns, BLOCK) + k / BLOCK];
     return to_float(static_cast<const e4m3*>(codes)[int64(row) * columns + k]) * scale;
@@ -318,6 +322,7 @@ struct Bf16 {
     interleave_rows(words, a);
   }
   static __device__ __forceinline__ uint4 arrange(uint4 x) { return x; }
+  static __device__ __forceinline__ int place(int i) { return i; }
   static __device__ __forceinline__ float value(const void* values, const void*, int columns, int row, int k) {
     return to_float(static_cast<const bf16*>(values)[int64(row) * columns + k]);
   }

@@ -9,7 +9,8 @@ combine(const float* outputs, const float* weights, const float* logits, const i
   const int column = blockIdx.x * THREADS + threadIdx.x, token = blockIdx.y;
   wait_for_previous();
   start_next();
-  if (column >= HIDDEN || token >= real_tokens(query_start_loc, num_seqs, first_token, tokens)) return;
+  if (column >= HIDDEN) return;
+  const int real = real_tokens(query_start_loc, num_seqs, first_token, tokens);
   float sum = sigmoid(logits[int64(token) * LOGITS_PITCH + EXPERTS]) *
               outputs[(int64(tokens) * CHOICES + token) * HIDDEN + column];
 #pragma unroll
@@ -17,5 +18,5 @@ combine(const float* outputs, const float* weights, const float* logits, const i
     int entry = token * CHOICES + i;
     sum += weights[entry] * outputs[int64(entry) * HIDDEN + column];
   }
-  out[int64(first_token + token) * HIDDEN + column] = from_float<ACTIVATION>(sum);
+  if (token < real) out[int64(first_token + token) * HIDDEN + column] = from_float<ACTIVATION>(sum);
 }

@@ -27,7 +27,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
   wait_for_previous();
   start_next();
   float sums[T][N][4];
-  tiles.multiply(tokens, sums);
+  tiles.template multiply<true, TURNS>(tokens, sums);
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll

@@ -22,7 +22,7 @@ __device__ __forceinline__ void multiply(const Weights& weights, int low, int hi
   start_next();
   const bf16* const tokens[1] = {lane / 4 % 2 ? high_vector : low_vector};  // even columns, odd columns
   float sums[1][1][4];
-  tiles.multiply(tokens, sums);
+  tiles.template multiply<true, TURNS>(tokens, sums);
   if (lane % 4 == 0) {
     products[0][lane / 4] = sums[0][0][0] * low_scale;
     products[1][lane / 4] = sums[0][0][3] * high_scale;

@@ -36,6 +36,21 @@ __device__ __forceinline__ int chosen_expert(const Step& step, int index, bool i
   return chosen[index].expert;
 }
 
+// Where all warps find x of the one token.
+__device__ __forceinline__ uint4* staged_token() {
+  __shared__ uint4 staged[ONE_TOKEN ? HIDDEN / 8 : 1];
+  return staged;
+}
+
+// Brings it there, arranged, while the first warp may be choosing experts.
+template <typename Format>
+__device__ __forceinline__ void stage_token(const bf16* x) {
+  constexpr int IDLE = WARPS > 1 ? WARP : 0;
+  if (threadIdx.x < IDLE) return;
+  for (int i = threadIdx.x - IDLE; i < HIDDEN / 8; i += THREADS - IDLE)
+    staged_token()[i] = Format::arrange(reinterpret_cast<const uint4*>(x)[i]);
+}
+
 __device__ __forceinline__ Group group_of(bool is_shared, int index, const Step& step, bool is_first = false) {
   if constexpr (ONE_TOKEN) {
     if (is_shared) return {0, CHOICES, 1, nullptr};
@@ -44,8 +59,8 @@ __device__ __forceinline__ Group group_of(bool is_shared, int index, const Step&
   return step.lists.group(is_shared, index);
 }
 
-// Adds up the warps' parts and writes `rows` hidden elements from `first_row` on of the group's tokens.
-template <int T>
+// Adds up the warps' parts and writes hidden elements from `first_row` on of the group's tokens, arranged for `down`.
+template <typename Format, int T>
 __device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_scale, float up_scale,
                                        const Group& group, bf16* hidden, int first_row) {
   constexpr int ROWS = 8 * T;
@@ -70,7 +85,8 @@ __device__ __forceinline__ void finish(const float (&sums)[T][N][4], float gate_
       up += parts[((warp * 2 + 1) * ROWS + row) * GROUP + column];
     }
     float value = silu(gate * gate_scale) * (up * up_scale);
-    hidden[int64(group.entry(column)) * HIDDEN_PITCH + first_row + row] = from_float<bf16>(value);
+    hidden[int64(group.entry(column)) * HIDDEN_PITCH + first_row + row / 8 * 8 + Format::place(row % 8)] =
+        from_float<bf16>(value);
   }
 }
 
@@ -84,6 +100,7 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
   Group group = {0, 0, 0, nullptr};
   if (!is_shared) {
     wait_for_previous();
+    if constexpr (ONE_TOKEN) stage_token<Format>(step.x);
     group = group_of(false, index, step, block == 0);
     start_next();
     if (group.count == 0) return;
@@ -96,14 +113,22 @@ __device__ __forceinline__ void run(const Weights& experts, bool is_shared, int 
     start_next();
     group = group_of(true, index, step);
     if (group.count == 0) return;
+    if constexpr (ONE_TOKEN) {
+      stage_token<Format>(step.x);
+      __syncthreads();
+    }
   }
   const bf16* tokens[N];
 #pragma unroll
-  for (int n = 0; n < N; ++n)
-    tokens[n] = step.x + int64(token_of(group.entry(8 * n + threadIdx.x % WARP / 4), step.lists.tokens)) * HIDDEN;
+  for (int n = 0; n < N; ++n) {
+    if constexpr (ONE_TOKEN)
+      tokens[n] = reinterpret_cast<const bf16*>(staged_token());
+    else
+      tokens[n] = step.x + int64(token_of(group.entry(8 * n + threadIdx.x % WARP / 4), step.lists.tokens)) * HIDDEN;
+  }
   float sums[T][N][4];
-  tiles.multiply(tokens, sums);
-  finish(sums, gate_scale, up_scale, group, step.hidden, first_row);
+  tiles.template multiply<ONE_TOKEN != 0, TURNS>(tokens, sums);
+  finish<Format>(sums, gate_scale, up_scale, group, step.hidden, first_row);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)

@@ -12,6 +12,8 @@ template <typename A, typename B>
 constexpr bool is_same = false;
 template <typename A>
 constexpr bool is_same<A, A> = true;
+// Whether the mmas of a single tile take turns with two sums; NVFP4 beside another format lacks registers for that.
+constexpr bool TURNS = is_same<ROUTED, SHARED> || !is_same<ROUTED, Nvfp4>;
 // Whether one piece of code serves the routed experts and the shared one.
 constexpr bool ALIKE = is_same<ROUTED, SHARED> && INNER == SHARED_INNER && ROUTED_TILES == SHARED_TILES &&
                        ROUTED_AHEAD == SHARED_AHEAD;

@@ -58,7 +58,7 @@ route(const float* logits, int* chosen, float* weights, int* order, int4* items,
   wait_for_previous();
   start_next();
   const int real = real_tokens(query_start_loc, num_seqs, first_token, tokens);
-  if (token < real) {
+  if (token < tokens) {  // rows of padding too: not to wait for `real`
     const float* of_token = logits + int64(token) * LOGITS_PITCH;
     choose_experts(of_token, candidates[warp], choices[warp]);
     weigh_choices<NORMALIZED>(of_token, choices[warp], choice_weights[warp]);

@@ -41,7 +41,7 @@ router_tiles(const bf16* x, const bf16* router, const bf16* shared_gate, float* 
 #pragma unroll
   for (int n = 0; n < N; ++n) rows[n] = x + int64(min(8 * n + lane / 4, count - 1)) * HIDDEN;
   float sums[1][N][4];
-  tiles.multiply(rows, sums);
+  tiles.multiply<false, true>(rows, sums);
 #pragma unroll
   for (int n = 0; n < N; ++n)
 #pragma unroll

@@ -22,20 +22,18 @@ __device__ __forceinline__ float from_sortable(uint32 key) {
   return bits_to_float(key >> 31 ? key ^ 0x80000000u : ~key);
 }
 
-// What `choose_experts` needs of shared memory.
+// What `choose_experts` needs of shared memory: logits above, experts below, so that a larger one is a better one.
 struct Candidates {
-  uint32 keys[EXPERTS];
-  int experts[EXPERTS];
+  uint64 of[EXPERTS];
 };
 
 // By one warp: the CHOICES experts of largest logits, in descending order; a tie goes to the lower expert. All lanes
 // see `chosen` afterwards.
 //
-// At least CHOICES lanes have a logit that is not below the CHOICES-th distinct one of the lanes' largest ones. So no
-// expert below it is chosen, which leaves a few candidates to rank.
+// At least CHOICES lanes have a logit that is not below the CHOICES-th of the lanes' largest ones. So no expert below
+// it is chosen, which leaves a few candidates to rank.
 __device__ __forceinline__ void choose_experts(const float* logits, Candidates& candidates, Choice* chosen) {
   constexpr int PER_LANE = ceil_div(EXPERTS, WARP);
-  static_assert(PER_LANE <= 32, "a bit for each expert of a lane");
   const int lane = threadIdx.x % WARP;
   uint32 keys[PER_LANE], largest = 0;
 #pragma unroll
@@ -44,40 +42,31 @@ __device__ __forceinline__ void choose_experts(const float* logits, Candidates& 
     keys[i] = expert < EXPERTS ? sortable(__ldcg(logits + expert)) : 0;
   }
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) {
-    if (i * WARP + lane < EXPERTS) candidates.keys[i * WARP + lane] = keys[i];
-    largest = max(largest, keys[i]);
-  }
-  uint32 limit = 0;
-#pragma unroll 1
-  for (int i = 0; i < CHOICES; ++i) {
-    limit = __reduce_max_sync(FULL_MASK, largest);
-    largest = largest == limit ? 0 : largest;
-  }
-  limit = max(limit, 1u);  // zero if lanes tie or are fewer: then all experts are candidates
-  unsigned mine = 0;
+  for (int i = 0; i < PER_LANE; ++i) largest = max(largest, keys[i]);
+  uint32 limit = 1;  // with more choices than lanes all experts are candidates
+  if constexpr (CHOICES <= WARP) {
+    int better = 0;
 #pragma unroll
-  for (int i = 0; i < PER_LANE; ++i) mine |= unsigned(keys[i] >= limit) << i;
+    for (int other = 0; other < WARP; ++other) better += __shfl_sync(FULL_MASK, largest, other) > largest;
+    limit = max(limit, __reduce_min_sync(FULL_MASK, better < CHOICES ? largest : 0xffffffffu));
+  }
   int count = 0;
-#pragma unroll 1
-  for (unsigned votes; (votes = __ballot_sync(FULL_MASK, mine != 0)) != 0;) {
-    if (mine != 0) candidates.experts[count + __popc(votes & ((1u << lane) - 1u))] = (__ffs(mine) - 1) * WARP + lane;
-    mine &= mine - 1;
+#pragma unroll
+  for (int i = 0; i < PER_LANE; ++i) {
+    const bool is_candidate = keys[i] >= limit;
+    const unsigned votes = __ballot_sync(FULL_MASK, is_candidate);
+    if (is_candidate)
+      candidates.of[count + __popc(votes & ((1u << lane) - 1u))] = uint64(keys[i]) << 32 | ~uint32(i * WARP + lane);
     count += __popc(votes);
   }
   __syncwarp();
 #pragma unroll 1
   for (int place = lane; place < count; place += WARP) {
-    const int expert = candidates.experts[place];
-    const uint32 key = candidates.keys[expert];
+    const uint64 mine = candidates.of[place];
     int better = 0;
-#pragma unroll 4
-    for (int i = 0; i < count; ++i) {
-      const int other = candidates.experts[i];
-      const uint32 its_key = candidates.keys[other];
-      better += its_key > key || (its_key == key && other < expert);
-    }
-    if (better < CHOICES) chosen[better] = {expert, from_sortable(key)};
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) better += candidates.of[i] > mine;
+    if (better < CHOICES) chosen[better] = {int(~uint32(mine)), from_sortable(uint32(mine >> 32))};
   }
   __syncwarp();
 }

@@ -100,16 +100,30 @@ struct RowTiles {
     for (int tile = 0; tile < TILES; ++tile) ring[place][tile] = Format::load(rows[tile], step * Format::STEP, true);
   }
 
-  // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4.
-  template <int N>
+  // sums[tile][n] = the tile times tokens 8n up to 8n + 8; `tokens[n]` is the row of token 8n + lane / 4. ARRANGED:
+  // rows whose elements are where the format wants them. TURNS: the mmas of a single tile take turns with two sums, so
+  // that they wait less for each other.
+  template <bool ARRANGED, bool TURNS, int N>
   __device__ __forceinline__ void multiply(const bf16* const (&tokens)[N], float (&sums)[TILES][N][4]) {
+    if constexpr (TURNS && TILES * N == 1) {
+      float halves[1][2][4];
+      accumulate<ARRANGED, 2>(tokens, halves);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[0][0][i] = halves[0][0][i] + halves[0][1][i];
+    } else {
+      accumulate<ARRANGED, 1>(tokens, sums);
+    }
+  }
+
+  template <bool ARRANGED, int CHAINS, int N>
+  __device__ __forceinline__ void accumulate(const bf16* const (&tokens)[N], float (&sums)[TILES][CHAINS * N][4]) {
     const bf16* x[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) x[n] = tokens[n] + first;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-      for (int n = 0; n < N; ++n)
+      for (int n = 0; n < CHAINS * N; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[tile][n][i] = 0.f;
 #pragma unroll 1
@@ -117,23 +131,27 @@ struct RowTiles {
 #pragma unroll
       for (int place = 0; place < DEPTH; ++place) {
         if (COUNT % DEPTH == 0 || step + place < COUNT)
-          multiply_step(ring[place], x, (step + place) * Format::STEP, sums);
+          multiply_step<ARRANGED, CHAINS>(ring[place], x, (step + place) * Format::STEP, sums);
         if (COUNT > DEPTH && step + place + DEPTH < COUNT) fetch(place, step + place + DEPTH);
       }
     }
   }
 
-  template <int N>
+  template <bool ARRANGED, int CHAINS, int N>
   static __device__ __forceinline__ void multiply_step(const typename Format::Fragment (&fragments)[TILES],
                                                        const bf16* const (&x)[N], int offset,
-                                                       float (&sums)[TILES][N][4]) {
-    float step_sums[TILES][N][4] = {};
+                                                       float (&sums)[TILES][CHAINS * N][4]) {
+    constexpr int SECOND = (CHAINS - 1) * N;
+    float step_sums[TILES][CHAINS * N][4] = {};
+    float(&to)[TILES][CHAINS * N][4] = Format::HAS_SUM_SCALES ? step_sums : sums;
 #pragma unroll
     for (int group = 0; group < Format::GROUPS; ++group) {
       uint4 pairs[N];
 #pragma unroll
-      for (int n = 0; n < N; ++n)
-        pairs[n] = Format::arrange(*reinterpret_cast<const uint4*>(x[n] + offset + 8 * group));
+      for (int n = 0; n < N; ++n) {
+        pairs[n] = *reinterpret_cast<const uint4*>(x[n] + offset + 8 * group);
+        if constexpr (!ARRANGED) pairs[n] = Format::arrange(pairs[n]);
+      }
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile) {
         uint32 a[2][4];
@@ -141,9 +159,8 @@ struct RowTiles {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           const uint32 b[2][2] = {{pairs[n].x, pairs[n].y}, {pairs[n].z, pairs[n].w}};
-          float(&to)[4] = Format::HAS_SUM_SCALES ? step_sums[tile][n] : sums[tile][n];
-          mma_16x8x16(to, a[0], b[0]);
-          mma_16x8x16(to, a[1], b[1]);
+          mma_16x8x16(to[tile][n], a[0], b[0]);
+          mma_16x8x16(to[tile][SECOND + n], a[1], b[1]);
         }
       }
     }
@@ -151,7 +168,7 @@ struct RowTiles {
 #pragma unroll
       for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
-        for (int n = 0; n < N; ++n)
+        for (int n = 0; n < CHAINS * N; ++n)
 #pragma unroll
           for (int i = 0; i < 4; ++i) sums[tile][n][i] += fragments[tile].scales[i / 2] * step_sums[tile][n][i];
     }

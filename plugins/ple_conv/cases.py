@@ -45,4 +45,5 @@ CASES = (
     _case("decode", [1, 1, 1], [5, 2, 900]),
     _case("fresh", [1, 2, 12], [0, 0, 0], hc_count=2, hidden=20, ring=10),
     _case("mixed", [1, 7, 20, 1], [40, 0, 2, 0], padding_seqs=2, padding_rows=3),
+    _case("chunks", [130, 4, 127], [30, 0, 0], hc_count=2, hidden=4, padding_seqs=1, padding_rows=2),
 )

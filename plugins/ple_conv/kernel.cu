@@ -4,29 +4,12 @@
 // convolution, a thread for CONV_VECTOR columns of a token. So what the convolution looks back at in this step is computed
 // from values; what is older is in the state.
 //
-// STREAMS, HIDDEN: of the stack; TAPS, DILATION: of the convolution; RING: rows of the state; GATE_BLOCK * VECTOR >=
-// HIDDEN; ACTIVATION: bf16 or float.
-#include "q4e.cuh"
-#include "vector.cuh"
+// Macros: those of gate.cuh, VECTOR and CONV_VECTOR; GATE_BLOCK * VECTOR >= HIDDEN.
+#include "ple_conv/gate.cuh"
 
-constexpr int WIDTH = STREAMS * HIDDEN, HISTORY = (TAPS - 1) * DILATION, WARPS = GATE_BLOCK / WARP;
+constexpr int WARPS = GATE_BLOCK / WARP;
 constexpr int CONV_BLOCK = 128, COLUMN_BLOCKS = ceil_div(WIDTH, CONV_BLOCK * CONV_VECTOR);
 constexpr int SPARE = RING - HISTORY;  // new tokens of a sequence that replace nothing that this step reads
-constexpr float GATE_FLOOR = 1e-6f;
-
-struct __align__(8) Gate {
-  float gate;   // G = gate * value
-  float scale;  // N = scale * value * gain
-};
-
-// From the sums of squares of query, key and value, and of query * key * both gains.
-__device__ __forceinline__ Gate gate_of(const float4& sums, float eps) {
-  const float norms = rsqrtf(sums.x / HIDDEN + eps) * rsqrtf(sums.y / HIDDEN + eps);
-  const float score = sums.w * norms * rsqrtf(float(HIDDEN));
-  const float root = sqrtf(fmaxf(fabsf(score), GATE_FLOOR));
-  const float gate = sigmoid(score > 0.f ? root : score < 0.f ? -root : 0.f);
-  return {gate, gate * rsqrtf(gate * gate * sums.z / HIDDEN + eps)};
-}
 
 // A block goes over tokens of one stream. The query is the stack.
 extern "C" __global__ void __launch_bounds__(GATE_BLOCK)
@@ -64,10 +47,6 @@ ple_gate(const ACTIVATION* stack, const ACTIVATION* key, const ACTIVATION* value
     }
     gates[int64(token) * STREAMS + stream] = gate_of(sums, eps);
   }
-}
-
-__device__ __forceinline__ float normed(ACTIVATION value, float scale, float gain) {
-  return round_to<ACTIVATION>(to_float(value) * scale * gain);
 }
 
 // A block goes over tokens of the same columns. What is read in front of the wait was written before ple_gate began.

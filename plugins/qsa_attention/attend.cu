@@ -3,7 +3,7 @@
 // shared memory between; only scores pass through it. A warp computes the scores of 8 of a tile's 32 tokens for all
 // heads, and then 64 columns of the output over all tokens.
 // Macros: HEAD_DIM (a multiple of 8), HQ, HKV, RATIO, PAGE, CACHE: bf16 or e4m3, IS_SPLIT: whether `merge`
-// follows, PREFETCH: whether rows of tiles ahead are brought into L2.
+// follows, BESIDE_TILES: whether `attend_tiles` is in front, and memory says which rows are in a tile.
 #include "qsa_attention/selection.cuh"
 
 constexpr int WARPS = 4, THREADS = WARPS * WARP, HEADS = 16;
@@ -80,14 +80,6 @@ struct Tile {
       }
   }
 };
-
-// Brings the rows of a tile into L2, two tiles ahead of their use: one warp the keys, one the values, a lane an entry.
-__device__ __forceinline__ void prefetch_tile(const CACHE* cache, int row) {
-  constexpr int BYTES = HEAD_DIM * sizeof(CACHE);
-  const int warp = threadIdx.x / WARP;
-  if (!PREFETCH || BYTES % 16 || row < 0 || warp > 1) return;
-  prefetch_l2_bytes(cache + int64(row + warp * PAGE) * (HKV * HEAD_DIM), BYTES);
-}
 
 // Scores of head rows g and g + 8 against tokens 2t, 2t + 1 of the warp's eight, as `mma_16x8x16` lays them out.
 __device__ __forceinline__ void score(float scores[4], const uint4 (*q)[Q_STRIDE], const Chunk<CACHE> keys[CHUNKS]) {
@@ -225,7 +217,7 @@ __device__ __forceinline__ void store(const Accumulator& total, int64 head, int 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* kv_cache, const int* query_start_loc,
        const int* seq_lens, const int* block_table, const int* num_seqs, float* partial_out, float2* partial_sums,
-       bf16* out, int num_groups, int batch_size, int max_blocks, float score_scale) {
+       bf16* out, const uint8* is_in_tile, int num_groups, int batch_size, int max_blocks, float score_scale) {
   __shared__ uint4 queries[HEADS][Q_STRIDE];
   __shared__ __align__(16) float scores[2][HEADS][SCORE_STRIDE];
   const int token = blockIdx.x / (HKV * HEAD_TILES), unit = blockIdx.x % (HKV * HEAD_TILES);
@@ -233,20 +225,27 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
   const int count = min(HEADS, (kv_head + 1) * GROUP - first_head);
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
   const CACHE* cache = kv_cache + kv_head * HEAD_DIM;
+#if BESIDE_TILES
+  if (is_in_tile[token]) {
+    wait_for_previous();
+    return;
+  }
+#endif
 
   // `prepare` started this kernel when all before `prepare` was done. So in front of the wait all may be read but
   // the rows of the step's new tokens.
   TileWalk walk(selected_groups + int64(token) * num_groups, num_groups, blockIdx.y, gridDim.y);
   const TokenPlace place = locate_token(token, query_start_loc, seq_lens, num_seqs, batch_size);
   walk.start(place, block_table, max_blocks);
-  prefetch_tile(cache, walk.now.row());
-  prefetch_tile(cache, walk.next.row());
   Tile tile;
   const bool is_new = __any_sync(FULL_MASK, walk.now.token >= place.context);
   if (!is_new) tile.load_keys(cache, walk.now.row()), tile.load_values(cache, walk.now.row());
-  wait_for_previous();
+  if (!BESIDE_TILES) wait_for_previous();  // `attend_tiles` starts this kernel when all is there
   start_next();
-  if (place.sequence < 0) return;
+  if (place.sequence < 0) {
+    if (BESIDE_TILES) wait_for_previous();
+    return;
+  }
   if (is_new) tile.load_keys(cache, walk.now.row()), tile.load_values(cache, walk.now.row());
 
   load_queries(queries, q + (int64(token) * HQ + first_head) * HEAD_DIM, count);
@@ -263,7 +262,6 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
       *reinterpret_cast<float2*>(&scores[buffer][g + 8 * half][column]) = {
           even ? tile_scores[2 * half] * score_scale : negative_infinity(),
           odd ? tile_scores[2 * half + 1] * score_scale : negative_infinity()};
-    prefetch_tile(cache, walk.prefetch.row());
     walk.advance();
     has_tile = walk.has_tile();
     if (has_tile) tile.load_keys(cache, walk.now.row());
@@ -271,6 +269,7 @@ attend(const bf16* q, const bf16* qkv, const int* selected_groups, const CACHE* 
     total.add(scores[buffer], tile);
     if (has_tile) tile.load_values(cache, walk.now.row());
   }
+  if (BESIDE_TILES) wait_for_previous();
   store(total, int64(token) * HQ + first_head, count, partial_out, partial_sums,
         qkv + int64(token) * (2 * HQ + 2 * HKV) * HEAD_DIM + (2 * first_head + 1) * HEAD_DIM, out);
 }

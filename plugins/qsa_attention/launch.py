@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from qwen4exp_trt.errors import PluginError
-from qwen4exp_trt.plugins.kernels import F32, Call, Kernel, Launch, c_type
+from qwen4exp_trt.plugins.kernels import F32, Call, Kernel, Launch, ScratchRef, c_type
+from qwen4exp_trt.plugins.qsa_attention.tiles import find_tiles, tile_launch, union_launch
 
 THREADS = 128
 MERGE_SLICES = 16
@@ -21,8 +22,6 @@ MAX_HEADS = 16
 MAX_HEAD_DIM = 512
 SLAB = 64
 """Output columns that a block of the merge has."""
-PREFETCH = 1
-"""Whether the rows of the tiles ahead are brought into L2."""
 BLOCKS_PER_SM = 3
 """Splits are as many as give each multiprocessor so many blocks: fewer leave it idle, more have more to merge."""
 
@@ -48,6 +47,8 @@ def launches(call: Call) -> Iterator[Launch]:
     q = call.scratch(tokens, num_heads, head_dim, dtype=qkv.dtype)
     part_width = -(-head_dim // SLAB) * SLAB
     partial_out, partial_sums = call.scratch(parts, num_heads, part_width), call.scratch(parts, num_heads, 2)
+    tiles = find_tiles(call)
+    score_scale = F32(head_dim**-0.5 * math.log2(math.e))
 
     batch = (call["query_start_loc"], call["seq_lens"], call["block_table"], call["num_seqs"])
     heads = (("HEAD_DIM", head_dim), ("HQ", num_heads), ("HKV", kv_heads))
@@ -55,6 +56,9 @@ def launches(call: Call) -> Iterator[Launch]:
     in_cache = (("PAGE", d["P"]), ("CACHE", c_type(cache.dtype)))
     section = call.attrs["mrope_section"]
     rope = (("HALF", d["R"]), ("MROPE_HEIGHT", 3 * section[1]), ("MROPE_WIDTH", 3 * section[2]))
+    if tiles is not None:
+        splits = 1
+        yield union_launch(call, tiles)
     yield Launch(
         Kernel("qsa_attention/prepare.cu", "prepare", (*heads, *types, *in_cache, *rope)),
         grid=(-(-tokens * (num_heads + 2 * kv_heads) // (THREADS // 32)), 1, 1),
@@ -64,29 +68,40 @@ def launches(call: Call) -> Iterator[Launch]:
             *(q, tokens, d["B"], d["MB"], F32(call.attrs["eps"])),
         ),
     )
+    if tiles is not None:
+        yield tile_launch(call, tiles, q, score_scale)
+        if ratio == 0:
+            return  # all rows are in tiles
     is_split = is_float or splits > 1
-    name, variant = (
-        ("attend_float", ()) if is_float else ("attend", (("IS_SPLIT", int(is_split)), ("PREFETCH", PREFETCH)))
-    )
-    gates_and_out = ((), ()) if is_float else ((qkv,), (call["out"],))
+    flags = (("IS_SPLIT", int(is_split)), ("BESIDE_TILES", int(tiles is not None)))
+    name, variant = ("attend_float", ()) if is_float else ("attend", flags)
+    is_in_tile = partial_sums if tiles is None else tiles.is_in_tile
+    gates_and_out = ((), ()) if is_float else ((qkv,), (call["out"], is_in_tile))
     yield Launch(
         Kernel(f"qsa_attention/{name}.cu", name, (*heads, *in_cache, ("RATIO", ratio), *variant)),
         grid=(tokens * blocks_per_row, splits, 1),
         threads=THREADS,
         args=(
             *(q, *gates_and_out[0], call["selected_groups"], cache, *batch, partial_out, partial_sums),
-            *(*gates_and_out[1], d["G"], d["B"], d["MB"], F32(head_dim**-0.5 * math.log2(math.e))),
+            *(*gates_and_out[1], d["G"], d["B"], d["MB"], score_scale),
         ),
     )
-    if not is_split:
-        return
+    if is_split:
+        yield _merge(call, (*heads, *types), splits, (partial_out, partial_sums))
+
+
+def _merge(
+    call: Call, defines: tuple[tuple[str, int | float | str], ...], splits: int, parts: tuple[ScratchRef, ScratchRef]
+) -> Launch:
+    """Joins the ``splits`` of each head."""
+    tokens, num_heads, part_width = call.dims["T"], call.attrs["num_heads"], -(-call.dims["D"] // SLAB) * SLAB
     slices = min(-(-splits // MERGE_AHEAD), MERGE_SLICES)
     batch = (call["query_start_loc"], call["num_seqs"])
-    yield Launch(
-        Kernel("qsa_attention/merge.cu", "merge", (*heads, *types)),
+    return Launch(
+        Kernel("qsa_attention/merge.cu", "merge", defines),
         grid=(tokens * num_heads * (part_width // SLAB), 1, 1),
         threads=max(SLAB, -(-slices * SLAB // 4 // 32) * 32),
-        args=(partial_out, partial_sums, qkv, *batch, call["out"], splits, slices),
+        args=(*parts, call["qkv"], *batch, call["out"], splits, slices),
         shared_bytes=4 * (slices * SLAB + splits),
     )
 

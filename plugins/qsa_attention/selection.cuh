@@ -17,21 +17,20 @@ struct CacheEntry {
 // Walks over every `num_walks`-th tile of the list of a query, from tile `first` on; a lane has one entry of each tile.
 // Entries are RATIO tokens of the tail, then RATIO of each selected group; dense: tokens 0 to that of the query. Groups
 // are -1 behind the last selected one, so that a tile without an entry ends the walk. The loads that find an entry
-// (group, then page) are under way while the tiles in front of it are worked on, and its rows can be prefetched.
+// (group, then page) are under way while the tiles in front of it are worked on.
 struct TileWalk {
   const int* groups;  // selected groups of the query
   const int* pages;   // of its sequence
   int num_groups, position;
-  int index, step;                // entry of this lane in the current tile; entries from tile to tile
-  CacheEntry now, next, prefetch;  // entries `index`, `index + step`, `index + 2 * step`
-  int group;                      // of entry `index + 3 * step`
+  int index, step;       // entry of this lane in the current tile; entries from tile to tile
+  CacheEntry now, next;  // entries `index`, `index + step`
+  int group;             // of entry `index + 2 * step`
 
   __device__ __forceinline__ TileWalk(const int* selected, int count, int first, int num_walks)
       : groups(selected), num_groups(count), index(first * TILE + int(threadIdx.x % WARP)), step(num_walks * TILE) {
     now.token = load_group(index);  // groups until `start`
     next.token = load_group(index + step);
-    prefetch.token = load_group(index + 2 * step);
-    group = load_group(index + 3 * step);
+    group = load_group(index + 2 * step);
   }
   // For a row of padding the list is empty.
   __device__ __forceinline__ void start(const TokenPlace& place, const int* block_table, int max_blocks) {
@@ -39,14 +38,13 @@ struct TileWalk {
     position = place.sequence < 0 ? -1 : place.position;
     now = entry(index, now.token);
     next = entry(index + step, next.token);
-    prefetch = entry(index + 2 * step, prefetch.token);
   }
   __device__ __forceinline__ bool has_tile() const { return __any_sync(FULL_MASK, now.token >= 0); }
   __device__ __forceinline__ void advance() {
-    now = next, next = prefetch;
+    now = next;
     index += step;
-    prefetch = entry(index + 2 * step, group);
-    group = load_group(index + 3 * step);
+    next = entry(index + step, group);
+    group = load_group(index + 2 * step);
   }
 
  private:

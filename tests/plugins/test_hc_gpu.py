@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 RELEASED = (4, 2560, 320)
 ODD = [(4, 2592, 352), (2, 96, 32), (8, 64, 64), (1, 160, 384), (4, 130, 64), (3, 100, 20)]
 """HC, hidden, rank: with remainders of every tile, and the last two without a tensor core."""
-TOKENS = [1, 2, 3, 4, 7, 8, 9, 16, 25, 32, 33, 64, 100, 1025]
+TOKENS = [1, 2, 3, 4, 7, 8, 9, 16, 25, 32, 33, 64, 100, 1025, 3001]
 
 
 def operands(op: str, tokens: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> list[Any]:

@@ -10,6 +10,7 @@ from kernel_emulator import run_emulated
 from op_checks import as_tuple, clone, equal_bits, rms_error
 from torch import Tensor
 
+from qwen4exp_trt.plugins.hc_read import launch as hc_read_launch
 from qwen4exp_trt.plugins.kernels import Plan
 from qwen4exp_trt.plugins.registry import all_specs
 
@@ -54,6 +55,12 @@ def operands(op: str, tokens: int, sizes: tuple[int, int, int]) -> list[Any]:
     return [values[name] for name in (*(arg.name for arg in spec.inputs), *(attr.name for attr in spec.attrs))]
 
 
+def test_a_read_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams change inside a block's columns."""
+    monkeypatch.setattr(hc_read_launch, "_MANY_TOKENS", 75)
+    test_emulated_kernels_equal_the_body("hc_read", 75, (4, 64, 32))
+
+
 @pytest.mark.parametrize("op,tokens,sizes", SIZES)
 def test_emulated_kernels_equal_the_body(op: str, tokens: int, sizes: tuple[int, int, int]) -> None:
     spec, args = all_specs()[op], operands(op, tokens, sizes)
@@ -80,7 +87,7 @@ def plans(op: str, num_sms: int) -> list[Plan]:
     weights = {"gain": [width], "weight": [rank + hc_count, width], "up_weight": [width, rank]}
     spec, found = all_specs()[op], []
     dtypes = {arg.name: torch.float32 if arg.dtype == "float32" else torch.bfloat16 for arg in spec.inputs}
-    for tokens in (1, 2, 7, 8, 9, 16, 31, 32, 33, 63, 64, 65, 100, 700, 1024, 2047, 2048, 6000, 16384):
+    for tokens in (1, 2, 7, 8, 9, 16, 31, 32, 33, 63, 64, 65, 100, 700, 1023, 1024, 2047, 2048, 6000, 16384):
         operands = {arg.name: weights.get(arg.name) or [tokens, shapes[arg.name]] for arg in spec.inputs}
         attrs = {"hc_count": hc_count} if op == "hc_project" else {"eps": 1e-6}
         found.append(spec.plan(operands, dtypes, attrs, num_sms))

@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from kernel_emulator import run_emulated
+from moe_checks import check_emulated, kernels_of, small
 from moe_operands import MOE_OPS, moe_operands
-from op_checks import clone, equal_bits, rms_error
 
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins import moe_launch
 from qwen4exp_trt.plugins.registry import all_specs
-from qwen4exp_trt.plugins.sample_experts import MoeSizes
-from qwen4exp_trt.plugins.spec import element_shape
-
-TOLERANCE = 5e-3
-
-
-def small(experts: int = 16, choices: int = 3) -> MoeSizes:
-    """The same for most tests: an emulated kernel is compiled once for each of its sizes."""
-    return MoeSizes(hidden=128, inner=128, shared_inner=128, experts=experts, choices=choices)
-
-
-def check(op: str, operands: dict[str, Any]) -> None:
-    """The emulated kernels against the op's body in float32, and the same bits in the other order of threads."""
-    spec, args = all_specs()[op], list(operands.values())
-    expected = spec.body(*clone(args, upcast=True))
-    (got,) = run_emulated(spec, clone(args))
-    (reverse,) = run_emulated(spec, clone(args), reverse=True)
-    rows = int(operands["query_start_loc"][int(operands["num_seqs"])])
-    assert rms_error(expected[:rows], got[:rows]) < TOLERANCE
-    assert equal_bits(got[:rows], reverse[:rows])
-
-
-def kernels_of(op: str, operands: dict[str, Any]) -> list[str]:
-    spec = all_specs()[op]
-    tensors, attrs = spec.split_args(list(operands.values()))
-    shapes = {name: element_shape(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    plan = spec.plan(shapes, {name: tensor.dtype for name, tensor in tensors.items()}, attrs, 4)
-    return [launch.kernel.entry for launch in plan.launches]
 
 
 @pytest.mark.parametrize("op", MOE_OPS)
 def test_one_token(op: str) -> None:
     operands = moe_operands(op, small(), query_lens=[1])
     assert kernels_of(op, operands) == ["router_logits", "gate_up", "down_one"]
-    check(op, operands)
+    check_emulated(op, operands)
 
 
 @pytest.mark.parametrize("op", ["nvfp4_moe", "nvfp4_routed_moe", "fp8_routed_moe"])
@@ -56,18 +26,18 @@ def test_groups_of_tokens(op: str) -> None:
     operands = moe_operands(op, small(), query_lens=[4, 1, 10], padding_rows=1)
     operands["router_weight"][0] = 0.3 * operands["x"][:15].float().sign().mean(0)  # liked by many
     assert kernels_of(op, operands) == ["router_tiles", "route", "gate_up", "down", "combine"]
-    check(op, operands)
+    check_emulated(op, operands)
 
 
 def test_groups_of_sixteen() -> None:
-    check("nvfp4_moe", moe_operands("nvfp4_moe", small(), query_lens=[11, 15]))
+    check_emulated("nvfp4_moe", moe_operands("nvfp4_moe", small(), query_lens=[11, 15]))
 
 
 def test_many_rows_are_taken_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_launch, "MOST_ROWS", 8)
     operands = moe_operands("nvfp4_routed_moe", small(), query_lens=[3, 14], padding_rows=7)
     assert kernels_of("nvfp4_routed_moe", operands).count("combine") == 3
-    check("nvfp4_routed_moe", operands)
+    check_emulated("nvfp4_routed_moe", operands)
 
 
 @pytest.mark.parametrize("tokens,experts,choices,period", [(1, 48, 5, 1), (1, 48, 5, 24), (3, 16, 3, 1), (3, 16, 3, 8)])
@@ -75,7 +45,7 @@ def test_ties_go_to_the_lower_expert(tokens: int, experts: int, choices: int, pe
     """All router rows alike, also more than a warp has lanes, or pairs of them."""
     operands = moe_operands("nvfp4_moe", small(experts, choices), [tokens])
     operands["router_weight"] = operands["router_weight"][:period].repeat(experts // period, 1)
-    check("nvfp4_moe", operands)
+    check_emulated("nvfp4_moe", operands)
 
 
 @pytest.mark.parametrize("rows", [1, 8])

@@ -73,6 +73,15 @@ def test_odd_shapes(heads: int, dim: int, page: int) -> None:
     check(select_operands([1, 0, 8, 2], [203, 40, 138, 27], make, make, padding=2, **shape))
 
 
+@pytest.mark.parametrize("heads,dim,page", [(1, 48, 4), (4, 128, 16)])
+def test_tiles_of_rows(monkeypatch: pytest.MonkeyPatch, heads: int, dim: int, page: int) -> None:
+    """Several tiles of a sequence, some of them in two turns, beside a sequence of one row."""
+    monkeypatch.setattr(launch, "SCRATCH_BYTES", 110_000)
+    make = quarters(torch.bfloat16)
+    shape = {"heads": heads, "dim": dim, "page": page, "ratio": 4, "budget": 24}
+    check(select_operands([1, 75], [203, 500], make, make, padding=1, **shape))
+
+
 def test_rows_beyond_the_workspace_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "SCRATCH_BYTES", 40_000)
     make = quarters(torch.bfloat16)

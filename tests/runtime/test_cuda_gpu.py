@@ -17,8 +17,6 @@ from packed_steps import STEPS
 from serving import assert_idle, generated, ids, observed_steps
 from torch import Tensor
 
-from qwen4exp_trt.builder import build as build_module
-from qwen4exp_trt.builder.engine import EngineBuild
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
@@ -38,14 +36,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the demo, with kernels for this GPU. Its engine, which needs TensorRT and is not run, is a stand-in."""
-    own = "sm{}{}".format(*torch.cuda.get_device_capability())
-    options = {"kernel_target": (own,)} if request.param == "float32" else {"target": own}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build_module, "_load_trt", lambda options: torch if options.has_engine else None)
-        patch.setattr(build_module, "build_engine", lambda *args: EngineBuild(b"engine", {"activation_bytes": {}}))
-        output = tmp_path_factory.mktemp(request.param) / "bundle"
-        return bundles.build(bundles.DEMO_CHECKPOINT, output, activation_dtype=request.param, **LIMITS, **options)
+    return bundles.build_for_gpu(tmp_path_factory.mktemp(request.param) / "bundle", request.param, **LIMITS)
 
 
 @pytest.fixture(scope="module")
