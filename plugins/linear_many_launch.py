@@ -19,8 +19,6 @@ from qwen4exp_trt.plugins.linear_operands import (
     product_defines,
 )
 
-STAGE_COLUMNS = 64
-"""Of K, which a block multiplies between two barriers."""
 LEAST_COLUMNS, COLUMNS_TO_ADD = 256, 140
 """Of a part of K; and those that could be multiplied in the time in which a part's sums are written, or read."""
 MOST_SPLIT_TILES = 2
@@ -35,7 +33,6 @@ class GemmShape:
     token_warps: int
     warp_rows: int
     warp_tokens: int
-    stages: int
 
     @property
     def rows(self) -> int:
@@ -52,15 +49,24 @@ class GemmShape:
     @property
     def macro(self) -> str:
         """The template arguments."""
-        return f"{self.row_warps},{self.token_warps},{self.warp_rows},{self.warp_tokens},{self.stages}"
+        return f"{self.row_warps},{self.token_warps},{self.warp_rows},{self.warp_tokens}"
 
-    @property
-    def shared_bytes(self) -> int:
-        """For stages of the tokens."""
-        return self.stages * 2 * STAGE_COLUMNS * self.tokens
+    def shared_bytes(self, form: WeightFormat) -> int:
+        """Three buffers for 64 columns of the tokens, and those for stages of the rows."""
+        stage = _STAGES[form]
+        return 3 * 2 * 64 * self.tokens + (2 if stage.columns == 128 else 3) * stage.row_bytes * self.rows
 
 
-SHAPES = {NVFP4: GemmShape(8, 1, 32, 128, 6), FP8_BLOCKS: GemmShape(8, 1, 32, 64, 6), BF16: GemmShape(8, 1, 32, 64, 6)}
+@dataclass(frozen=True)
+class _Stage:
+    """What a block has of K at once, and its bytes of a row."""
+
+    columns: int
+    row_bytes: int
+
+
+_STAGES = {NVFP4: _Stage(128, 64 + 8), FP8_BLOCKS: _Stage(64, 64), BF16: _Stage(64, 128)}
+SHAPES = {NVFP4: GemmShape(8, 1, 32, 128), FP8_BLOCKS: GemmShape(4, 2, 32, 64), BF16: GemmShape(4, 2, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,7 @@ def tile_product(tokens: int, rows: int, columns: int, shape: GemmShape, num_sms
 
 def can_take(x: Tokens, weight: Weight) -> bool:
     """Whether rows of both operands lie at multiples of 16 bytes."""
-    multiple = STAGE_COLUMNS if weight.format == NVFP4 else weight.format.multiple
-    return x.dtype == torch.bfloat16 and weight.columns % multiple == 0
+    return x.dtype == torch.bfloat16 and weight.columns % weight.format.multiple == 0
 
 
 def partial_floats(num_sms: int) -> int:
@@ -107,7 +112,7 @@ def tiled(call: Call, x: Tokens, weight: Weight, out: TensorRef, partial_sums: S
     form, shape = weight.format, SHAPES[weight.format]
     tiling = tile_product(x.count, weight.rows, weight.columns, shape, call.num_sms)
     format_name = "Gemm" + form.name
-    has_tail = int(weight.columns % STAGE_COLUMNS != 0)
+    has_tail = int(weight.columns % _STAGES[form].columns != 0)
     defines = (
         ("FORMAT", format_name),
         *product_defines(weight, out)[1:],
@@ -120,5 +125,5 @@ def tiled(call: Call, x: Tokens, weight: Weight, out: TensorRef, partial_sums: S
         grid=(min(tiling.works, call.num_sms), 1, 1),
         threads=shape.threads,
         args=(x.values, *weight.args, out, partial_sums, SemaphoreRef(), *sizes),
-        shared_bytes=shape.shared_bytes,
+        shared_bytes=shape.shared_bytes(form),
     )

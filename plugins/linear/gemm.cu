@@ -1,7 +1,7 @@
 // out[T, N] = x[T, K] weight^T for many tokens, in tiles of gemm.cuh. Tiles that would not fill a last round of all blocks
 // are divided into parts of K.
 // FORMAT: of gemm_formats.cuh; OUTPUT: bf16 or float; SCALES_ROWS: whether rows have scales; SHAPE: the numbers of a
-// GemmShape; K_HAS_TAIL: whether K is no multiple of GEMM_K.
+// GemmShape; K_HAS_TAIL: whether K is no multiple of STAGE_COLUMNS.
 #include "q4e.cuh"
 #include "gemm.cuh"
 #include "vector.cuh"
@@ -50,20 +50,16 @@ struct Linear {
     return whole_tiles + (token_tiles() * row_tiles() - whole_tiles) * parts;
   }
   __device__ __forceinline__ Work locate(int index) const {
+    const int stages = ceil_div(columns, Shape::STAGE_COLUMNS), split = max(index - whole_tiles, 0) / parts;
+    const bool is_whole = index < whole_tiles;
+    const int tile = is_whole ? index : whole_tiles + split, part = is_whole ? 0 : (index - whole_tiles) % parts;
+    const int band = tile / (BAND * row_tiles()), place = tile % (BAND * row_tiles());
+    const int width = min(BAND, token_tiles() - band * BAND);
     Work work;
-    const int stages = ceil_div(columns, GEMM_K);
-    work.first_stage = 0, work.end_stage = stages;
-    int tile = index;
-    if (index >= whole_tiles && parts > 1) {
-      work.split = (index - whole_tiles) / parts, work.part = (index - whole_tiles) % parts, work.parts = parts;
-      work.first_stage = stages * work.part / parts, work.end_stage = stages * (work.part + 1) / parts;
-      tile = whole_tiles + work.split;
-    }
-    const int band = token_tiles() > BAND ? tile / (BAND * row_tiles()) : 0;
-    const int width = min(BAND, token_tiles() - band * BAND), place = tile - band * BAND * row_tiles();
-    const int row_tile = width == BAND ? place / BAND : place / width;
-    work.first_token = (band * BAND + place - row_tile * width) * Shape::TOKENS;
-    work.first_row = row_tile * Shape::ROWS;
+    work.first_token = (band * BAND + place % width) * Shape::TOKENS;
+    work.first_row = place / width * Shape::ROWS;
+    work.split = split, work.part = part, work.parts = is_whole ? 1 : parts;
+    work.first_stage = stages * part / work.parts, work.end_stage = stages * (part + 1) / work.parts;
     return work;
   }
   __device__ __forceinline__ uint32 x_row(const Work& work, int token) const { return min(work.first_token + token, tokens - 1); }
