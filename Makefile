@@ -8,8 +8,9 @@ TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The suite runs two processes side by side; each keeps to one core.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# The suite runs two processes side by side; each keeps to one core, and a file to one process: its tests share what is
+# built for them.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: setup demo test test-all gpu lint golden bench bench-gpu clean
 

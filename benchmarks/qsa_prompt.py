@@ -1,4 +1,4 @@
-"""A prompt through the three ops of QSA at released sizes, chunk by chunk, with selections that neighbours share or not.
+"""A prompt through the three ops of QSA at released sizes, by chunks, with selections that neighbours share or not.
 
 The index queries of a passage of 128 tokens are one random vector a head, and ``noise`` times as much that is the
 token's own; index keys are random. Neighbouring queries then score the groups alike, as they do in text, and `shared`

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from qwen4exp_trt.plugins.kernels import MAX_SHARED_BYTES, Arg, Call, Kernel, Launch, ScratchRef, SemaphoreRef
-from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Define, Defines, ExpertFormat, Sizes
+from qwen4exp_trt.plugins.moe_operands import BF16, FP8_BLOCKS, NVFP4, Defines, ExpertFormat, Sizes
 
 WARP = 32
-STAGES_BYTES = MAX_SHARED_BYTES - 1024
+STAGES_BYTES = MAX_SHARED_BYTES - 7 * 1024
 """Shared memory for stages; the rest is for what a block works on."""
 MANY_TOKENS = 512
 """Rows of a step from which these kernels are the faster ones, as measured on an H200."""
@@ -38,26 +38,29 @@ class Shape:
 
     def defines(self, routed: ExpertFormat, shared: ExpertFormat) -> Defines:
         return (
-            *(("TOKEN_TILES", self.token_tiles), ("WARPS", self.warps), ("ROW_TILES", self.row_tiles)),
+            *(("TOKEN_TILES", self.token_tiles), ("WARPS", self.warps)),
+            *(("ROUTED_ROW_TILES", self.row_tiles_of(routed)), ("SHARED_ROW_TILES", self.row_tiles_of(shared))),
             *(("ROUTED_STAGES", self.stages_of(routed)), ("SHARED_STAGES", self.stages_of(shared))),
             *(("MIN_BLOCKS", self.blocks), ("TILES_APART", self.tiles_apart)),
         )
 
     def shared_bytes(self, *formats: ExpertFormat) -> int:
-        return max(self.stages_of(form) * self._stage_bytes(form) for form in formats)
+        return max(self.stages_of(form) * self._stage_bytes(form, self.row_tiles_of(form)) for form in formats)
+
+    def row_tiles_of(self, form: ExpertFormat) -> int:
+        """Fewer where three stages would not fit: weights of 16 bits by many warps."""
+        return next(tiles for tiles in (self.row_tiles, 1) if 3 * self._stage_bytes(form, tiles) <= STAGES_BYTES)
 
     def stages_of(self, form: ExpertFormat) -> int:
-        return min(self.stages, STAGES_BYTES // self._stage_bytes(form))
+        return min(self.stages, STAGES_BYTES // self._stage_bytes(form, self.row_tiles_of(form)))
 
-    def _stage_bytes(self, form: ExpertFormat) -> int:
+    def _stage_bytes(self, form: ExpertFormat, row_tiles: int) -> int:
         elements, tile_bytes = {NVFP4: (64, 576), FP8_BLOCKS: (128, 2048), BF16: (64, 2048)}[form]
-        return 2 * elements * self.tokens + self.warps * self.row_tiles * tile_bytes
+        return 2 * elements * self.tokens + self.warps * row_tiles * tile_bytes
 
 
 PREPARE_WARPS, COMBINE_THREADS = 4, 128
 ROUTER = Shape(token_tiles=8, warps=4, row_tiles=2, stages=3, blocks=3)
-ROW_PARTS = 5
-"""Parts of the rows of `down` that a block goes through, at most."""
 MOST_OUTPUT_BYTES = 256 << 20
 """Of workspace for the outputs of experts: `down` and the sum take as many elements of the hidden vector at a time."""
 
@@ -182,44 +185,36 @@ def _route(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
 
 
 def _experts(call: Call, sizes: Sizes, turn: Turn) -> Iterator[Launch]:
-    shape, pairs = _shape(sizes, turn.count), turn.count * sizes.choices
-    shared_tiles = -(-turn.count // shape.tokens)
-    routed_tiles = min(pairs, sizes.experts) + pairs // shape.tokens
-    defines = (*sizes.groups, *shape.defines(sizes.routed.format, sizes.shared.format))
+    shape, formats = _shape(sizes, turn.count), (sizes.routed.format, sizes.shared.format)
+    defines = (*sizes.groups, *shape.defines(*formats))
     batch = (call["query_start_loc"], call["num_seqs"])
     lists = (turn.tiles, turn.num_tiles, *batch)
 
-    def launch(name: str, routed_blocks: int, shared_blocks: int, args: tuple[Arg, ...], *more: Define) -> Launch:
+    def launch(name: str, args: tuple[Arg, ...]) -> Launch:
         return Launch(
-            Kernel(f"moe/{name}.cu", name, (*defines, *more)),
-            grid=(shared_tiles * shared_blocks + routed_tiles * routed_blocks, 1, 1),
+            Kernel(f"moe/{name}.cu", name, defines),
+            grid=(shape.blocks * call.num_sms, 1, 1),
             threads=shape.warps * WARP,
-            args=(*args, *turn.span, shared_tiles * shared_blocks),
-            shared_bytes=shape.shared_bytes(sizes.routed.format, sizes.shared.format),
+            args=(*args, *turn.span),
+            shared_bytes=shape.shared_bytes(*formats),
         )
 
-    rows = 8 * shape.row_tiles * shape.warps
     weights = (*sizes.routed.args("gate_up"), *sizes.shared.args("gate_up"))
-    args = (call["x"], turn.arranged, *weights, turn.tokens, *lists, turn.hidden)
-    yield launch("many_gate_up", sizes.routed.inner // rows, sizes.shared.inner // rows, args)
-    parts = sizes.hidden // (2 * rows)
-    at_once = _largest_divisor(parts, MOST_OUTPUT_BYTES // (4 * 2 * rows * (pairs + turn.count)))
-    of_block = _largest_divisor(at_once, ROW_PARTS)
-    outputs = 2 * rows * at_once
+    yield launch("many_gate_up", (call["x"], turn.arranged, *weights, turn.tokens, *lists, turn.hidden))
+    part = 16 * shape.row_tiles * shape.warps
+    at_once = _largest_divisor(sizes.hidden // part, MOST_OUTPUT_BYTES // (4 * part * turn.count * (sizes.choices + 1)))
+    outputs = part * at_once
     weights = (*sizes.routed.args("down"), *sizes.shared.args("down"))
     for first in range(0, sizes.hidden, outputs):
-        args = (*weights, turn.hidden, *lists, turn.outputs, first)
-        blocks = at_once // of_block
-        yield launch("many_down", blocks, blocks, args, ("OUTPUTS", outputs), ("ROW_PARTS", of_block))
+        yield launch("many_down", (*weights, turn.hidden, *lists, turn.outputs, first, outputs))
         yield Launch(
-            Kernel(
-                "moe/many_combine.cu",
-                "many_combine",
-                (*sizes.routing, ("HIDDEN", sizes.hidden), ("OUTPUTS", outputs)),
-            ),
+            Kernel("moe/many_combine.cu", "many_combine", (*sizes.routing, ("HIDDEN", sizes.hidden))),
             grid=(-(-outputs // (4 * COMBINE_THREADS)), turn.count, 1),
             threads=COMBINE_THREADS,
-            args=(turn.outputs, turn.weights, turn.positions, turn.logits, *batch, call["out"], first, *turn.span),
+            args=(
+                *(turn.outputs, turn.weights, turn.positions, turn.logits, *batch, call["out"]),
+                *(first, outputs, *turn.span),
+            ),
         )
 
 

@@ -12,8 +12,7 @@ from qwen4exp_trt.plugins.kernels import Arg, Call
 MOST_EXPERTS = 1024
 MOST_CHOICES = 64
 
-Define = tuple[str, int | float | str]
-Defines = tuple[Define, ...]
+Defines = tuple[tuple[str, int | float | str], ...]
 
 
 @dataclass(frozen=True)

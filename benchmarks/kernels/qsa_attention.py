@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
-from kernel_timing import Timing, cold
+from kernel_timing import Timing, chained, cold
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, RATIO, GROUPS = 24, 2, 256, 64, 4, 512
+CHUNK = 8192
 CONTEXT = 16_383
 """Tokens of a sequence; behind the last complete group there are three more, so that a row reads 2,051."""
 
@@ -49,3 +51,6 @@ def measure() -> Iterator[Timing]:
                 return torch.ops.q4e.qsa_attention(*args)
 
             yield cold(f"qsa_attention B={batch} rows={rows} over {selected} tokens, {name}", work, num_bytes)
+        args = operands(1, CHUNK, cache_dtype)
+        work = partial(torch.ops.q4e.qsa_attention, *args)
+        yield chained(f"qsa_attention B=1 rows={CHUNK}, random selections, {name}", [work], args[6].nbytes)

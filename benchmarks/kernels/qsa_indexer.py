@@ -13,7 +13,7 @@ PAGE, DIM, HEADS, RATIO, RING, HALF, MAX_BLOCKS = 16, 128, 4, 4, 11, 32, 4096
 def measure() -> Iterator[Timing]:
     gains = torch.rand(DIM, device="cuda") + 0.5, torch.rand(DIM, device="cuda") + 0.5
     inv_freq = 1e7 ** -(torch.arange(HALF, device="cuda") / HALF)
-    for batch, rows in ((1, 1), (1, 8), (64, 1), (64, 8), (1, 2048)):
+    for batch, rows in ((1, 1), (1, 8), (64, 1), (64, 8), (1, 2048), (1, 8192)):
         tokens, context = batch * rows, 4095
         args = (
             torch.randn(tokens, (HEADS + 1) * DIM, device="cuda").bfloat16(),

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from kernel_timing import Timing, cold
+from kernel_timing import Timing, chained, cold
 from peers.sources import use_vllm_ops
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 24, 2, 256, 64
-SELECTED, CONTEXT = 2051, 32768
+SELECTED, CONTEXT, CHUNK = 2051, 32768, 8192
 
 
 def measure(folder: Path) -> Iterator[Timing]:
     ops = use_vllm_ops(folder, "qsa")
-    for batch, rows in ((1, 1), (1, 4), (8, 1), (32, 1)):
+    for batch, rows in ((1, 1), (1, 4), (8, 1), (32, 1), (1, CHUNK)):
         pages = CONTEXT // PAGE
         cache = torch.randn(2, batch * pages, PAGE, KV_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         table = torch.randperm(batch * pages, device="cuda").int().view(batch, pages)
@@ -37,8 +37,16 @@ def measure(folder: Path) -> Iterator[Timing]:
             gate: torch.Tensor = gate,
         ) -> torch.Tensor:
             return ops.qsa_sparse_paged_attention(
-                q, cache[0], cache[1], indices, table, owner, use_prefill_config=False, output_gate=gate.flatten(1)
+                q,
+                cache[0],
+                cache[1],
+                indices,
+                table,
+                owner,
+                use_prefill_config=q.shape[0] == CHUNK,
+                output_gate=gate.flatten(1),
             )
 
         num_bytes = tokens * SELECTED * 2 * KV_HEADS * HEAD_DIM * 2
-        yield cold(f"vLLM qsa_sparse_paged_attention B={batch} T={rows}", run, num_bytes)
+        name = f"vLLM qsa_sparse_paged_attention B={batch} T={rows}"
+        yield chained(name, [run], num_bytes) if rows == CHUNK else cold(name, run, num_bytes)

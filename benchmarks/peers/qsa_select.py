@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kernel_timing import Timing, cold
+from kernel_timing import Timing, chained, cold
 from peers.sources import use_vllm_ops
 
 HEADS, DIM, PAGE, RATIO, TOP_GROUPS = 4, 128, 16, 4, 512
+CHUNK = 8192
 
 
 def measure(folder: Path) -> Iterator[Timing]:
@@ -39,3 +40,19 @@ def measure(folder: Path) -> Iterator[Timing]:
             ops.qsa_select_paged_decode(q, keys, table, visible, 2048, RATIO, 1, out)
 
         yield cold(f"vLLM scores + torch top-k, {context} tokens B={batch}", run, batch * groups * DIM * 2)
+    ops._topk = lambda *_: None
+    for context in (32768, 131072):
+        groups = context // RATIO
+        keys = torch.randn(groups // PAGE, PAGE, 1, DIM, device="cuda", dtype=torch.bfloat16)
+        args = (
+            torch.randn(CHUNK, HEADS, DIM, device="cuda", dtype=torch.bfloat16),
+            keys,
+            torch.randperm(groups // PAGE, device="cuda").int().view(1, -1),
+            torch.tensor([0, CHUNK], device="cuda", dtype=torch.int32),
+            torch.arange(context - CHUNK + 1, context + 1, device="cuda", dtype=torch.int32) // RATIO,
+            *(TOP_GROUPS * RATIO, RATIO, CHUNK),
+            torch.empty(CHUNK, TOP_GROUPS, device="cuda", dtype=torch.int32),
+            context,
+        )
+        name = f"vLLM scores of a chunk without top-k, {context} tokens T={CHUNK}"
+        yield chained(name, [lambda args=args: ops.qsa_select_paged_prefill(*args)], keys.nbytes)

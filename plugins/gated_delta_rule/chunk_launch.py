@@ -13,6 +13,7 @@ _ROWS, _TILE, _WARP, _PAD = 64, 16, 32, 8
 _SLICE = 64
 _TRIANGLE = 10
 _TILE_BYTES = 16 * _WARP
+_PART_BYTES = 48
 _BATCH = ("query_start_loc", "seq_lens", "slot_ids", "num_seqs")
 LONGEST = 16
 """Rows of a sequence that the kernel of few rows still takes beside the chunked ones."""
@@ -28,20 +29,24 @@ def chunk_launches(call: Call) -> list[Launch]:
     if not is_possible or call["conv_out"].dtype != torch.bfloat16 or dims["T"] < _least_rows(call, 1):
         return []
     memories = _Memory.of(call), _Memory.of(call)
-    return list(_turns(call, memories)) if dims["T"] >= _least_rows(call, dims["B"]) else []
+    rows = call.scratch(_most_chunks(call), 4, dtype=torch.int32)
+    return list(_turns(call, memories, rows)) if dims["T"] >= _least_rows(call, dims["B"]) else []
 
 
 def _least_rows(call: Call, sequences: int) -> int:
     return call.dims["R"] // 2 * sequences + _ROWS
 
 
-def turn_chunks(call: Call) -> int:
-    """Chunks of a turn, of about ``num_sms / 8``, so that what the kernels hand to each other stays in the L2 cache."""
-    turns = max(round(_most_chunks(call) / _target(call)), 1)
-    return -(-_most_chunks(call) // turns)
+def _turn_sizes(call: Call) -> list[int]:
+    """Chunks of each turn: a short first one, for which the scan has to wait, then about `_target` each."""
+    first = min(_target(call) // 2, _most_chunks(call))
+    rest = _most_chunks(call) - first
+    turns = -(-rest // -(-rest // max(round(rest / _target(call)), 1))) if rest else 0
+    return [first, *(rest * (turn + 1) // turns - rest * turn // turns for turn in range(turns))]
 
 
 def _target(call: Call) -> int:
+    """So many that what the kernels hand to each other stays in the L2 cache."""
     return max(call.num_sms // 8, 2)
 
 
@@ -60,7 +65,7 @@ class _Memory:
 
     @classmethod
     def of(cls, call: Call) -> _Memory:
-        # A turn has up to half as many chunks more than it should. Not of `turn_chunks`, which falls now and then.
+        # A turn has up to half as many more than it should. Not of `_turn_sizes`, which fall now and then.
         chunks = min(_most_chunks(call), -(-3 * _target(call) // 2))
         heads, k_heads, key_dim, value_dim = (call.dims[name] for name in ("HV", "num_k_heads", "K", "V"))
         rows = chunks * k_heads * _ROWS * key_dim
@@ -75,18 +80,32 @@ class _Memory:
         return cls(prepared, call.scratch(chunks, heads, value_dim // _SLICE, _ROWS))
 
 
-def _turns(call: Call, memories: tuple[_Memory, _Memory]) -> Iterator[Launch]:
-    """Turn by turn. While one is scanned, the next is prepared, and the one before it finished, in other memory."""
-    window = turn_chunks(call)
-    turns = -(-_most_chunks(call) // window)
-    for turn in range(turns):
-        if turn > 1:
-            yield _finish(call, memories[turn % 2], window, turn - 2, waits_first=False)
-        yield _prepare(call, memories[turn % 2], window, turn)
-        yield _scan(call, memories[turn % 2], window, turn)
-    if turns > 1:
-        yield _finish(call, memories[turns % 2], window, turns - 2, waits_first=False)
-    yield _finish(call, memories[(turns - 1) % 2], window, turns - 1, waits_first=True)
+@dataclass(frozen=True)
+class _Turn:
+    memory: _Memory
+    rows: ScratchRef
+    """Which rows every chunk of the step has, 16 bytes each: `ChunkRows`."""
+    first: int
+    chunks: int
+
+
+def _turns(call: Call, memories: tuple[_Memory, _Memory], rows: ScratchRef) -> Iterator[Launch]:
+    """Turn by turn. While one is scanned, the next is prepared, and the one before it finished, in other memory.
+
+    So that launches may overlap, none waits for the one before it but the scans and the last. The others read nothing
+    but what was there before the op, and what a launch left that the scan in front of them has waited for; and a block
+    of each sees to it that it does not end before the launch in front of it.
+    """
+    sizes = _turn_sizes(call)
+    turns = [_Turn(memories[i % 2], rows, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    for i, turn in enumerate(turns):
+        yield _prepare(call, turn)
+        if i > 1:
+            yield _finish(call, turns[i - 2], waits_first=False)
+        yield _scan(call, turn)
+    if len(turns) > 1:
+        yield _finish(call, turns[-2], waits_first=False)
+    yield _finish(call, turns[-1], waits_first=True)
 
 
 def _kernel(call: Call, name: str, **defines: int) -> Kernel:
@@ -107,59 +126,60 @@ def _operands(call: Call, *names: str) -> tuple:
     return tuple(call[name] for name in names)
 
 
-def _prepare(call: Call, memory: _Memory, window: int, turn: int) -> Launch:
+def _prepare(call: Call, turn: _Turn) -> Launch:
     key_dim, k_heads = call.dims["K"], call.attrs["num_k_heads"]
     repeats = call.dims["HV"] // k_heads
-    tiles = repeats * _ROWS // _TILE
-    shared_bytes = 2 * _ROWS * 2 * (key_dim + _PAD) + repeats * _TRIANGLE * _TILE_BYTES
-    shared_bytes += tiles * _TILE * (4 * (_TILE + 4) + 2 * (_TILE + _PAD)) + 8 * repeats * _ROWS
+    tiles = _ROWS // _TILE
+    rows_bytes = 2 * _ROWS * 2 * (key_dim + _PAD)
+    tiles_bytes = (_TRIANGLE - tiles) * _TILE_BYTES + tiles * _TILE * (4 * (_TILE + 4) + 2 * (_TILE + _PAD))
+    shared_bytes = max(rows_bytes, repeats * tiles_bytes) + 16 * repeats * _ROWS
     names = ("conv_out", "ba", "A_log", "dt_bias", "draft_rows", "committed_len", *_BATCH)
     return Launch(
-        _kernel(call, "prepare", SHARED_BYTES=shared_bytes, MIN_BLOCKS=3),
-        grid=(k_heads, window, 1),
+        # A multiprocessor of a GB10 has shared memory for two blocks, which may have more registers then.
+        _kernel(call, "prepare", SHARED_BYTES=shared_bytes, MIN_BLOCKS=3 if call.num_sms > 100 else 2),
+        grid=(k_heads, turn.chunks, 1),
         threads=_TRIANGLE * _WARP,
-        args=(*_operands(call, *names), *memory.prepared, call.dims["B"], turn * window, int(turn == 0)),
+        args=(*_operands(call, *names), *turn.memory.prepared, turn.rows, call.dims["B"], turn.first),
         shared_bytes=shared_bytes,
     )
 
 
-def _scan(call: Call, memory: _Memory, window: int, turn: int) -> Launch:
+def _scan(call: Call, turn: _Turn) -> Launch:
     key_dim = call.dims["K"]
     stage = 2 * _ROWS * (key_dim + _PAD) + _TRIANGLE * _TILE_BYTES + 2 * _ROWS * (_SLICE + _PAD) + 8 * _ROWS
-    shared_bytes = 2 * stage + 2 * _SLICE * (key_dim + _PAD) + 2 * _SLICE * (_ROWS + _PAD)
+    shared_bytes = 2 * stage + 2 * _SLICE * (key_dim + _PAD) + 2 * _SLICE * (_ROWS + _PAD) + _PART_BYTES
     names = ("conv_out", "draft_rows", "recurrent_state", "committed_len", *_BATCH)
-    parts = min(call.dims["B"], window) * call.dims["HV"] * (call.dims["V"] // _SLICE)
+    parts = min(call.dims["B"], turn.chunks) * call.dims["HV"] * (call.dims["V"] // _SLICE)
     return Launch(
         _kernel(call, "scan", SHARED_BYTES=shared_bytes),
         grid=(min(parts, call.num_sms), 1, 1),
         threads=(_SLICE // _TILE + _ROWS // _TILE) * _WARP,
         args=(
             *_operands(call, *names),
-            *memory.prepared,
+            *turn.memory.prepared,
             call["out"],
-            memory.norms,
+            turn.memory.norms,
             call.dims["B"],
-            turn * window,
-            window,
+            turn.first,
+            turn.chunks,
         ),
         shared_bytes=shared_bytes,
     )
 
 
-def _finish(call: Call, memory: _Memory, window: int, turn: int, *, waits_first: bool) -> Launch:
-    names = ("qkvz", "norm_weight", "committed_len", *_BATCH)
+def _finish(call: Call, turn: _Turn, *, waits_first: bool) -> Launch:
     eps = F32(call.attrs["eps"])
     return Launch(
         _kernel(call, "finish", SILU_GATE=int(call.attrs["output_gate"] == "silu")),
-        grid=(call.dims["HV"], window, 1),
+        grid=(call.attrs["num_k_heads"], turn.chunks, 1),
         threads=256,
         args=(
-            *_operands(call, *names),
-            memory.norms,
+            *_operands(call, "qkvz", "norm_weight"),
+            turn.rows,
+            turn.memory.norms,
             call["out"],
             eps,
-            call.dims["B"],
-            turn * window,
+            turn.first,
             int(waits_first),
         ),
     )

@@ -6,7 +6,13 @@
 //     A_ij = beta_i D_ij k_i.k_j (j < i)        solve  = (1 + A)^-1 diag(beta)
 //     delta = solve (V - G (K S))               scores = D_ij q_i.k_j (j <= i)
 //     O     = G (Q S) + scores delta            S'     = G_last S + (G_last / G K)^T delta
-// Operands of tensor cores are fp16: keys, queries, solve, scores and decays are at most 1, as |1 - beta k k^T| <= 1.
+// Decays are exp2 of differences that are not positive, all within a chunk. `prepare` has a block for each chunk and key head,
+// `scan` for each sequence, value head and slice of columns; `finish` is the norm over all columns of a head, and its gate.
+// While one turn is scanned, on as many multiprocessors as that has blocks, the next is prepared on the others and the one
+// before it finished; what they hand to each other stays in the L2 cache for the most part.
+//
+// Operands of tensor cores are fp16: keys, queries, solve, scores and decays are at most 1, as |1 - beta k k^T| <= 1. Values,
+// state and deltas are not bounded, see scan.cu.
 //
 // Macros of all: K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: half of the ring's rows; LONGEST: rows of a sequence that is
 // not long.
@@ -113,6 +119,16 @@ __device__ __forceinline__ bool locate_chunks(int from, int to, int rank, const 
     before = __shfl_sync(FULL_MASK, end, WARP - 1);
   }
   return false;
+}
+
+// The new rows of a chunk, [from, to), and the row of the step that its row 0 is; as `prepare` leaves it to `finish`.
+struct __align__(16) ChunkRows {
+  int token, from, to, unused;
+};
+
+__device__ __forceinline__ ChunkRows load_chunk_rows(const ChunkRows* from) {
+  const int4 words = __ldcg(reinterpret_cast<const int4*>(from));
+  return {words.x, words.y, words.z, 0};
 }
 
 // A tile from the sums of two products side by side.

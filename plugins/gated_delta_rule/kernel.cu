@@ -11,7 +11,9 @@
 //
 // K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM; DRAFTS: half of the ring's rows; LONGEST: rows of a
 // sequence at most, longer ones are left to other kernels; SILU_GATE: 0 or 1; ACTIVATION: bf16 or float;
-// PART: elements of a row moved at once, 2 or 4; ROWS, MIN_BLOCKS, SHARED_BYTES: geometry of the launch.
+// PART: elements of a row moved at once, 2 or 4; IS_LONE: whether there is one sequence, of few rows; ROWS, MIN_BLOCKS,
+// SHARED_BYTES: geometry of the launch. `rows_each`: rows of the batch for a sequence; `blocks_ahead`: how many blocks
+// the multiprocessors hold.
 #include "q4e.cuh"
 #include "gated_delta_rule/rows.cuh"
 
@@ -179,41 +181,71 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIVATION* ba, const ACTIVATION* A_log,
                  const ACTIVATION* dt_bias, const ACTIVATION* norm_weight, float* recurrent_state,
                  ACTIVATION* draft_rows, int* committed_len, const int* query_start_loc, const int* seq_lens,
-                 const int* slot_ids, const int* num_seqs, ACTIVATION* out, float eps) {
+                 const int* slot_ids, const int* num_seqs, ACTIVATION* out, float eps, int rows_each,
+                 int blocks_ahead) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
   const Operands operands = {conv_out, qkvz, ba, draft_rows};
-  const float rate = -expf(to_float(A_log[my_head()])), bias = to_float(dt_bias[my_head()]);
-  if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(norm_weight[threadIdx.x]);
+  // Converted and stored behind the loads that follow, which would else wait for these.
+  const ACTIVATION log_rate = A_log[my_head()], raw_bias = dt_bias[my_head()];
+  const ACTIVATION gain = norm_weight[min(int(threadIdx.x), VALUE_DIM - 1)];
+  float* recurrent = recurrent_state + int64(my_head()) * (KEY_DIM * VALUE_DIM) + my_row() * VALUE_DIM + my_column();
+  if (IS_LONE && threadIdx.x == 0) prefetch_l2_bytes(recurrent, KEY_DIM * VALUE_DIM * 4);
   wait_for_previous();
   start_next();
+  // What is probable is fetched together with what decides it: the rows of batches of equal sequences, and the state of
+  // a lone one, whose slot is the first one as a rule.
+  const int warp = threadIdx.x / WARP;
+  const int probable_row = int(blockIdx.y) * rows_each + warp;
+  const bool is_probable = warp < min(rows_each, CHUNK);
+  RawRow raws[ROUNDS];
+  if (IS_LONE) raws[0] = load_new_row(operands, probable_row, is_probable);
+  else if (is_probable) prefetch_row(operands, probable_row);
+  __syncwarp();
+  float state[ROWS][COLUMNS];
+  if (IS_LONE) load_state(state, recurrent, true);
+  int2 lengths;
+  if (IS_LONE) lengths = *reinterpret_cast<const int2*>(committed_len);
   Step step = {locate_sequence(blockIdx.y, query_start_loc, seq_lens, slot_ids, num_seqs)};
+  const float rate = -expf(to_float(log_rate)), bias = to_float(raw_bias);
+  if (threadIdx.x < VALUE_DIM) shared.norm_weight[threadIdx.x] = to_float(gain);
+  if (IS_LONE && is_probable) stage_row(shared, warp, raws[0], rate, bias, true);
+  if (IS_LONE) __syncthreads();  // else the compiler moves loads behind the exit
   const PackedSequence& sequence = step.sequence;
   if (sequence.length <= 0 || sequence.length > LONGEST) return;
-  float* recurrent = recurrent_state + (int64(sequence.slot) * V_HEADS + my_head()) * (KEY_DIM * VALUE_DIM);
-  recurrent += my_row() * VALUE_DIM + my_column();
   committed_len += 2 * sequence.slot;
-
-  const int2 lengths = *reinterpret_cast<const int2*>(committed_len);
-  prefetch_row(step, operands, threadIdx.x / WARP);
-  float state[ROWS][COLUMNS];
-  load_state(state, recurrent, sequence.context > 0);
+  recurrent += int64(sequence.slot) * (V_HEADS * KEY_DIM * VALUE_DIM);
+  if (!IS_LONE || sequence.slot != 0 || sequence.context == 0) {
+    lengths = *reinterpret_cast<const int2*>(committed_len);
+    load_state(state, recurrent, sequence.context > 0);
+  }
   if (sequence.context > 0)
     step.pending = min(sequence.context - held_length(lengths, sequence.context), DRAFTS - 1);
   if (blockIdx.x == 0 && threadIdx.x == 0)
     store_length(committed_len, lengths, sequence.context - step.pending, sequence.context,
                  sequence.context + step.committed() - step.pending);
 
+  if (!IS_LONE && threadIdx.x == BLOCK - WARP) {  // the state of the block that will come when this one ends
+    const int other = blockIdx.y * V_HEADS + my_head() + blocks_ahead;
+    if (other / V_HEADS < int(gridDim.y)) {
+      const PackedSequence next = locate_sequence(other / V_HEADS, query_start_loc, seq_lens, slot_ids, num_seqs);
+      if (next.length > 0 && next.length <= LONGEST && next.context > 0)
+        prefetch_l2_bytes(recurrent_state + (int64(next.slot) * V_HEADS + other % V_HEADS) * (KEY_DIM * VALUE_DIM),
+                          KEY_DIM * VALUE_DIM * 4);
+    }
+  }
+  const bool is_staged = IS_LONE && sequence.start == 0 && step.pending == 0;  // what the first round would stage
+#pragma unroll
+  for (int round = 0; round < ROUNDS; ++round)
+    if (round > 0 || !is_staged) raws[round] = load_row(step, operands, round * WARPS + warp);
 #pragma unroll 1
   for (int first = 0; first < step.rows(); first += CHUNK) {
     const int count = min(CHUNK, step.rows() - first);
-    if (first > 0) __syncthreads();
 #pragma unroll
-    for (int round = 0; round < CHUNK; round += WARPS) {
-      const int j = round + threadIdx.x / WARP;
-      const RawRow raw = load_row(step, operands, first + j);
-      stage_row(shared, j, raw, rate, bias, j < count);
-      if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raw);
+    for (int round = 0; round < ROUNDS; ++round) {
+      const int j = round * WARPS + warp;
+      if (first + round > 0 || !is_staged) stage_row(shared, j, raws[round], rate, bias, j < count);
+      if (step.is_draft() && j < count && first + j > step.pending) keep_draft(step, operands, first + j, raws[round]);
     }
     __syncthreads();
     multiply_pairs(shared, count);
@@ -223,9 +255,14 @@ gated_delta_rule(const ACTIVATION* conv_out, const ACTIVATION* qkvz, const ACTIV
     __syncthreads();
     const int from = max(step.pending - first, 0), kept = min(max(step.committed() - first, 0), count);
     const int64 token = sequence.start + first + from - step.pending;
+    store_outputs(shared, from, count, out + token * VALUE_WIDTH + my_value(), eps);
     advance_state(state, shared, 0, kept);
     if (kept > 0 && first + kept == step.committed()) store_state(state, recurrent);
     if (first + count < step.rows()) advance_state(state, shared, kept, count);
-    store_outputs(shared, from, count, out + token * VALUE_WIDTH + my_value(), eps);
+    if (first + count == step.rows()) return;
+    __syncthreads();
+#pragma unroll
+    for (int round = 0; round < ROUNDS; ++round)
+      raws[round] = load_row(step, operands, first + CHUNK + round * WARPS + warp);
   }
 }

@@ -56,7 +56,8 @@ def _few_rows(call: Call, longest: int) -> Iterator[Launch]:
     _check(call, geometry)
     # The heads of one sequence are a block a multiprocessor at most; more threads get its state on the way sooner.
     larger = Geometry.of(8, key_dim, value_dim)
-    if call.dims["B"] == 1 and larger.threads <= _MAX_THREADS:
+    is_one = call.dims["B"] == 1 and larger.threads <= _MAX_THREADS
+    if is_one:
         geometry = larger
     defines = (
         ("K_HEADS", call.attrs["num_k_heads"]),
@@ -68,15 +69,18 @@ def _few_rows(call: Call, longest: int) -> Iterator[Launch]:
         ("SILU_GATE", int(call.attrs["output_gate"] == "silu")),
         ("PART", 4 if heads % 2 == 0 else 2),
         ("ROWS", geometry.rows),
+        ("IS_LONE", int(is_one and longest == _ANY)),
         ("MIN_BLOCKS", _MAX_THREADS // geometry.threads),
         ("SHARED_BYTES", geometry.shared_bytes),
         ("ACTIVATION", c_type(call["conv_out"].dtype)),
     )
+    blocks = call.num_sms * (_MAX_THREADS // geometry.threads)
+    operands = (call[name] for name in (*_OPERANDS, *_STATES, *_BATCH))
     yield Launch(
         Kernel("gated_delta_rule/kernel.cu", "gated_delta_rule", defines),
         grid=(heads, call.dims["B"] if call.dims["T"] else 0, 1),
         threads=geometry.threads,
-        args=(*(call[name] for name in (*_OPERANDS, *_STATES, *_BATCH)), F32(call.attrs["eps"])),
+        args=(*operands, F32(call.attrs["eps"]), call.dims["T"] // max(call.dims["B"], 1), blocks),
         shared_bytes=geometry.shared_bytes,
     )
 

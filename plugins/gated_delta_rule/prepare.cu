@@ -5,16 +5,23 @@
 
 constexpr int WARPS = TRIANGLE, BLOCK = WARPS * WARP;
 constexpr int SEGMENTS = KEY_DIM / 8;  // of 16 bytes of a row
-constexpr int LOADS = ceil_div(2 * ROWS * SEGMENTS, BLOCK);
+constexpr int LOADING_WARPS = 8, GATE_WARPS = WARPS - LOADING_WARPS;
+constexpr int ROWS_AT_ONCE = LOADING_WARPS * WARP / SEGMENTS, LOADS = ROWS / ROWS_AT_ONCE;
 constexpr float LOG2E = 1.4426950408889634f;
 static_assert(SEGMENTS <= WARP && (SEGMENTS & (SEGMENTS - 1)) == 0, "a row is a part of a warp");
+static_assert(ROWS_AT_ONCE >= DRAFTS, "rows to replay are among the first that are loaded");
 
 struct Shared {
-  uint16 rows[2][ROWS][KEY_DIM + PAD];        // normalized keys, queries
-  Pairs below[REPEATS][TRIANGLE][WARP];        // tiles of A below the diagonal, transposed
-  float diagonal[REPEATS][ROW_TILES][TILE][TILE + 4];
-  uint16 inverse[REPEATS][ROW_TILES][TILE][TILE + PAD];  // of 1 + those, transposed
-  float decay[REPEATS][ROWS];                 // log2 of G_j
+  union {
+    uint16 rows[2][ROWS][KEY_DIM + PAD];  // normalized keys, queries; until they are multiplied
+    struct {
+      Pairs below[REPEATS][triangle(ROW_TILES - 1, 0)][WARP];  // tiles of A below the diagonal, transposed
+      float diagonal[REPEATS][ROW_TILES][TILE][TILE + 4];
+      uint16 inverse[REPEATS][ROW_TILES][TILE][TILE + PAD];  // of 1 + those, transposed
+    };
+  };
+  float decay[REPEATS][ROWS];  // log2 of G_j
+  float rise[REPEATS][ROWS], fall[REPEATS][ROWS];  // decays from the tile before to the row, from the row to its tile's end
   float beta[REPEATS][ROWS];
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
@@ -26,69 +33,83 @@ struct Operands {
 // Keys (kind 0) and queries (1) of the chunk: eight values a thread and load. Those of rows that do not exist are zero.
 __device__ __forceinline__ void load_rows(Shared& shared, const LongSequence& sequence, int first_row, int key_head,
                                           const Operands& operands, uint16* keys) {
-  Packed<ACTIVATION, 8> loaded[LOADS];
+  const int first = threadIdx.x / SEGMENTS, place = threadIdx.x % SEGMENTS * 8;
+  const ACTIVATION* from = operands.conv_out + sequence.token(first_row + first) * CONV_WIDTH + key_head * KEY_DIM + place;
+  Packed<ACTIVATION, 8> loaded[2][LOADS] = {};
 #pragma unroll
-  for (int i = 0; i < LOADS; ++i) {
-    const int task = i * BLOCK + threadIdx.x, kind = task / (ROWS * SEGMENTS);
-    const int row = first_row + task / SEGMENTS % ROWS, place = key_head * KEY_DIM + task % SEGMENTS * 8;
-    loaded[i] = {};
-    if (kind > 1 || row >= sequence.rows()) continue;
-    if (row >= sequence.pending)
-      loaded[i] = load_packed<8>(operands.conv_out + sequence.token(row) * CONV_WIDTH + (kind ? 0 : KEY_WIDTH) + place);
-    else if (kind == 0)
-      loaded[i] = load_packed<8>(operands.draft_rows + sequence.draft(row) + place);
-  }
+  for (int i = 0; i < LOADS; ++i)
+    if (sequence.is_new(first_row + first + i * ROWS_AT_ONCE)) {
+      loaded[0][i] = load_packed<8>(from + i * ROWS_AT_ONCE * CONV_WIDTH + KEY_WIDTH);
+      loaded[1][i] = load_packed<8>(from + i * ROWS_AT_ONCE * CONV_WIDTH);
+    }
+  if (first_row + first < sequence.pending)
+    loaded[0][0] = load_packed<8>(operands.draft_rows + sequence.draft(first_row + first) + key_head * KEY_DIM + place);
 #pragma unroll
-  for (int i = 0; i < LOADS; ++i) {
-    const int task = i * BLOCK + threadIdx.x, kind = task / (ROWS * SEGMENTS), row = task / SEGMENTS % ROWS;
+  for (int task = 0; task < 2 * LOADS; ++task) {
+    __syncwarp();
+    const int kind = task / LOADS, row = first + task % LOADS * ROWS_AT_ONCE;
+    const Packed<ACTIVATION, 8>& raw = loaded[kind][task % LOADS];
     float squares = 0.f;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) squares += loaded[i][j] * loaded[i][j];
+    for (int j = 0; j < 8; ++j) squares += raw[j] * raw[j];
 #pragma unroll
     for (int lane = SEGMENTS / 2; lane > 0; lane /= 2) squares += __shfl_xor_sync(FULL_MASK, squares, lane);
     const float scale = rsqrtf(squares + L2_EPS);
-    uint4 normalized = {pack_fp16(loaded[i][0] * scale, loaded[i][1] * scale),
-                        pack_fp16(loaded[i][2] * scale, loaded[i][3] * scale),
-                        pack_fp16(loaded[i][4] * scale, loaded[i][5] * scale),
-                        pack_fp16(loaded[i][6] * scale, loaded[i][7] * scale)};
-    if (kind > 1) continue;
-    *reinterpret_cast<uint4*>(&shared.rows[kind][row][task % SEGMENTS * 8]) = normalized;
-    if (kind == 0) *reinterpret_cast<uint4*>(keys + row * KEY_DIM + task % SEGMENTS * 8) = normalized;
+    const uint4 normalized = {pack_fp16(raw[0] * scale, raw[1] * scale), pack_fp16(raw[2] * scale, raw[3] * scale),
+                              pack_fp16(raw[4] * scale, raw[5] * scale), pack_fp16(raw[6] * scale, raw[7] * scale)};
+    *reinterpret_cast<uint4*>(&shared.rows[kind][row][place]) = normalized;
+    if (kind == 0) *reinterpret_cast<uint4*>(keys + row * KEY_DIM + place) = normalized;
   }
 }
 
+// b and a of two rows a lane, of value head 0; null for a row that does not exist.
+struct GateRows {
+  const ACTIVATION* from[2];
+
+  __device__ __forceinline__ GateRows(const LongSequence& sequence, int first_row, const Operands& operands) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = first_row + threadIdx.x % WARP * 2 + i;
+      from[i] = row < sequence.rows() ? operands.ba + sequence.token(row) * 2 * V_HEADS : nullptr;
+      if (row < sequence.pending) from[i] = operands.draft_rows + sequence.draft(row) + KEY_WIDTH + VALUE_WIDTH;
+    }
+  }
+};
+
 // beta and the decays of a value head, two rows a lane. A row that does not exist leaves the state as it is.
-__device__ __forceinline__ void load_gates(Shared& shared, const LongSequence& sequence, int first_row, int head, int repeat,
-                                           const Operands& operands, float* decays) {
+__device__ __forceinline__ void store_gates(Shared& shared, const GateRows& rows, int repeat, int head,
+                                            const Operands& operands, float* decays) {
   const int lane = threadIdx.x % WARP;
   const float rate = -LOG2E * expf(to_float(operands.A_log[head])), bias = to_float(operands.dt_bias[head]);
-  float sums[2], betas[2];
+  float sums[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = first_row + 2 * lane + i;
-    const bool exists = row < sequence.rows();
-    const ACTIVATION* from = operands.ba + sequence.token(row) * 2 * V_HEADS;
-    if (row < sequence.pending) from = operands.draft_rows + sequence.draft(row) + KEY_WIDTH + VALUE_WIDTH;
-    betas[i] = exists ? sigmoid(to_float(from[head])) : 0.f;
-    sums[i] = exists ? rate * softplus(to_float(from[V_HEADS + head]) + bias) : 0.f;
+    float beta = 0.f;
+    if (rows.from[i] != nullptr) {
+      beta = sigmoid(to_float(rows.from[i][head]));
+      sums[i] = rate * softplus(to_float(rows.from[i][V_HEADS + head]) + bias);
+    }
+    shared.beta[repeat][2 * lane + i] = beta;
   }
-  sums[1] += sums[0];
-  float total = sums[1];
+  float total = sums[0] + sums[1];
 #pragma unroll
   for (int by = 1; by < WARP; by *= 2) {
     const float other = __shfl_up_sync(FULL_MASK, total, by);
     total += lane >= by ? other : 0.f;
   }
-  // Not total - sums[1]: a decay must not differ from the sum of its terms by the rounding of larger ones.
   float before = __shfl_up_sync(FULL_MASK, total, 1);
   before = lane > 0 ? before : 0.f;
   const float last = __shfl_sync(FULL_MASK, total, WARP - 1);
+  constexpr int LANES = TILE / 2;  // of a tile
+  const float tile_before = __shfl_sync(FULL_MASK, before, lane / LANES * LANES);
+  const float tile_end = __shfl_sync(FULL_MASK, total, lane / LANES * LANES + LANES - 1);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int row = 2 * lane + i;
     const float decay = i ? total : before + sums[0];
-    shared.beta[repeat][row] = betas[i];
     shared.decay[repeat][row] = decay;
+    shared.rise[repeat][row] = exp2_approx(fminf(decay - tile_before, 0.f));
+    shared.fall[repeat][row] = exp2_approx(fminf(tile_end - decay, 0.f));
     decays[row] = exp2_approx(decay);
     decays[ROWS + row] = exp2_approx(fminf(last - decay, 0.f));
   }
@@ -108,25 +129,36 @@ __device__ __forceinline__ void multiply_tile(Shared& shared, int i, int j, int 
     multiply_transposed(kk, earlier, as_pairs(later));
     if (i == j) prepared.queries_of(place, key_head)[(i * KEY_TILES + step) * WARP + lane] = query;
   }
+  __syncthreads();
 #pragma unroll 1
   for (int repeat = 0; repeat < REPEATS; ++repeat) {
     float scores[2][4], below[2][4];
+    const float* decay = shared.decay[repeat];
+    const float* beta = shared.beta[repeat] + TILE * i;
+    if (i == j) {
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
+      for (int at = 0; at < 8; ++at) {
         // Of `qk`, the row is the later one.
-        const int row = group + c / 2 * 8, column = 8 * n + pair + c % 2;
-        const float* decay = shared.decay[repeat];
-        const float forward = exp2_approx(fminf(decay[TILE * i + row] - decay[TILE * j + column], 0.f));
-        const float back = exp2_approx(fminf(decay[TILE * i + column] - decay[TILE * j + row], 0.f));
-        scores[n][c] = i > j || row >= column ? qk[n][c] * rsqrtf(float(KEY_DIM)) * forward : 0.f;
-        below[n][c] = shared.beta[repeat][TILE * i + column] * kk[n][c] * back;
-        if (i == j && column > row) shared.diagonal[repeat][i][column][row] = below[n][c];
+        const int row = group + at % 4 / 2 * 8, column = at / 4 * 8 + pair + at % 2;
+        const float difference = decay[TILE * i + row] - decay[TILE * i + column];
+        const float between = exp2_approx(-fabsf(difference));
+        scores[at / 4][at % 4] = row >= column ? qk[at / 4][at % 4] * rsqrtf(float(KEY_DIM)) * between : 0.f;
+        if (column > row) shared.diagonal[repeat][i][column][row] = beta[column] * kk[at / 4][at % 4] * between;
       }
+    } else {
+      const float* rise = shared.rise[repeat] + TILE * i;
+      const float* fall = shared.fall[repeat] + TILE * j;
+      const float between = exp2_approx(fminf(decay[TILE * i - 1] - decay[TILE * j + TILE - 1], 0.f));
+#pragma unroll
+      for (int at = 0; at < 8; ++at) {
+        const int row = group + at % 4 / 2 * 8, column = at / 4 * 8 + pair + at % 2;
+        scores[at / 4][at % 4] = qk[at / 4][at % 4] * (rise[row] * between * rsqrtf(float(KEY_DIM)) * fall[column]);
+        below[at / 4][at % 4] = kk[at / 4][at % 4] * (beta[column] * rise[column] * between * fall[row]);
+      }
+      shared.below[repeat][triangle(i - 1, j)][lane] = as_pairs(pack_tile(below));
+    }
     const int head = key_head * REPEATS + repeat;
     prepared.scores[prepared.triangle_of(place, head) + triangle(i, j) * WARP + lane] = pack_tile(scores);
-    if (i > j) shared.below[repeat][triangle(i, j)][lane] = as_pairs(pack_tile(below));
   }
 }
 
@@ -155,13 +187,14 @@ __device__ __forceinline__ void solve_row(const Shared& shared, int repeat, int 
 #pragma unroll
   for (int j = ROW_TILES - 1; j >= 0; --j) {
     if (j > i) continue;
+    __syncwarp();  // else tiles are loaded earlier than there are registers
     if (j == i) {
       row[j] = load_tile_transposed(&shared.inverse[repeat][j][0][0], TILE + PAD);
     } else {
       float sums[2][4] = {}, product[2][4] = {};
 #pragma unroll
       for (int m = ROW_TILES - 1; m > j; --m)
-        if (m <= i) multiply_transposed(sums, row[m], shared.below[repeat][triangle(m, j)][lane]);
+        if (m <= i) multiply_transposed(sums, row[m], shared.below[repeat][triangle(m - 1, j)][lane]);
       multiply_transposed(product, pack_tile(sums), load_pairs(&shared.inverse[repeat][j][0][0], TILE + PAD));
 #pragma unroll
       for (int c = 0; c < 8; ++c) product[c / 4][c % 4] = -product[c / 4][c % 4];
@@ -183,23 +216,30 @@ extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_log, const ACTIVATION* dt_bias,
         const ACTIVATION* draft_rows, const int* committed_len, const int* query_start_loc, const int* seq_lens,
         const int* slot_ids, const int* num_seqs, uint16* keys, Tile* queries, Pairs* solve, Tile* scores, float* decays,
-        int batch_size, int from_chunk, int waits_first) {
+        ChunkRows* chunks, int batch_size, int from_chunk) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
-  if (waits_first) wait_for_previous();
   start_next();
   const int key_head = blockIdx.x, place = blockIdx.y, chunk = from_chunk + place, warp = threadIdx.x / WARP;
   const Batch batch = {query_start_loc, seq_lens, slot_ids, num_seqs, committed_len, batch_size};
   const Operands operands = {conv_out, ba, A_log, dt_bias, draft_rows};
   const Prepared prepared = {keys, queries, solve, scores, decays};
-  LongSequence sequence;
-  if (locate_chunks(chunk, chunk + 1, 0, batch, sequence)) {
-    const int first_row = (chunk - sequence.first) * ROWS;
+  LongSequence sequence = {};
+  const bool exists = locate_chunks(chunk, chunk + 1, 0, batch, sequence);
+  const int first_row = (chunk - sequence.first) * ROWS;
+  if (key_head == 0 && threadIdx.x == 0)
+    chunks[chunk] = {int(sequence.token(first_row)), sequence.pending - first_row, exists ? sequence.rows() - first_row : 0, 0};
+  if (exists) {
     if (first_row < sequence.rows()) {
-      load_rows(shared, sequence, first_row, key_head, operands, prepared.keys_of(place, key_head));
-      for (int repeat = warp; repeat < REPEATS; repeat += WARPS) {
-        const int head = key_head * REPEATS + repeat;
-        load_gates(shared, sequence, first_row, head, repeat, operands, prepared.decays_of(place, head));
+      if (warp < LOADING_WARPS) {
+        load_rows(shared, sequence, first_row, key_head, operands, prepared.keys_of(place, key_head));
+      } else {
+        const GateRows rows(sequence, first_row, operands);
+#pragma unroll
+        for (int first = 0; first < REPEATS; first += GATE_WARPS) {
+          const int repeat = first + warp - LOADING_WARPS, head = key_head * REPEATS + repeat;
+          if (repeat < REPEATS) store_gates(shared, rows, repeat, head, operands, prepared.decays_of(place, head));
+        }
       }
       __syncthreads();
       const int i = warp < 1 ? 0 : warp < 3 ? 1 : warp < 6 ? 2 : 3;
@@ -216,6 +256,6 @@ prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_lo
       }
     }
   }
-  // This launch must not end before the scan in front of it, which the next scan does not know of. One block sees to it.
-  if (!waits_first && blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous();
+  // The launch must not end before those in front of it, which the next scan has to wait for as well: a block sees to that.
+  if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous();
 }

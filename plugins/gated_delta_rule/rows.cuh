@@ -9,6 +9,7 @@ constexpr int CHUNK = 8, COLUMNS = 4, ROW_LANES = 4;
 constexpr int ROW_GROUPS = ceil_div(KEY_DIM, ROWS * ROW_LANES), COLUMN_GROUPS = ceil_div(VALUE_DIM, WARP);
 constexpr int KEYS = ROW_GROUPS * ROWS * ROW_LANES, VALUES = COLUMN_GROUPS * WARP;  // padded dims
 constexpr int WARPS = ROW_GROUPS * COLUMN_GROUPS, BLOCK = WARPS * WARP;
+constexpr int ROUNDS = ceil_div(CHUNK, WARPS);  // in which the warps take the rows of a chunk
 
 struct Shared {
   float k[CHUNK][KEYS], q[CHUNK][KEYS];          // normalized; q scaled
@@ -49,7 +50,7 @@ __device__ __forceinline__ int lane_place(int i) { return (i * WARP + threadIdx.
 // What a warp loads of a row; of one to replay there is no query and no output gate.
 struct RawRow {
   Four k[FOURS], q[FOURS], v[FOURS], z[FOURS];
-  float b, a;
+  ACTIVATION b, a;
 };
 
 template <int DIM>
@@ -84,6 +85,21 @@ __device__ __forceinline__ ACTIVATION* draft_row(const Step& step, const Operand
   return operands.draft_rows + (int64(step.sequence.slot) * (2 * DRAFTS) + position % (2 * DRAFTS)) * DRAFT_WIDTH;
 }
 
+// Row `token` of the batch, zeros if it does not exist.
+__device__ __forceinline__ RawRow load_new_row(const Operands& operands, int64 token, bool exists) {
+  const int head = made_anew(my_head()), key = made_anew(my_key()), value = made_anew(my_value());
+  RawRow raw = {};
+  if (exists) {
+    const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
+    load_lanes<KEY_DIM>(raw.k, from + KEY_WIDTH + key);
+    load_lanes<KEY_DIM>(raw.q, from + key);
+    load_lanes<VALUE_DIM>(raw.v, from + 2 * KEY_WIDTH + value);
+    load_lanes<VALUE_DIM>(raw.z, operands.qkvz + token * (CONV_WIDTH + VALUE_WIDTH) + CONV_WIDTH + value);
+    raw.b = operands.ba[token * 2 * V_HEADS + head], raw.a = operands.ba[token * 2 * V_HEADS + V_HEADS + head];
+  }
+  return raw;
+}
+
 // Row `row` of the step, zeros behind its last one.
 __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& operands, int row) {
   const int head = made_anew(my_head()), key = made_anew(my_key()), value = made_anew(my_value());
@@ -92,26 +108,16 @@ __device__ __forceinline__ RawRow load_row(const Step& step, const Operands& ope
     const ACTIVATION* from = draft_row(step, operands, row);
     load_lanes<KEY_DIM>(raw.k, from + key);
     load_lanes<VALUE_DIM>(raw.v, from + KEY_WIDTH + value);
-    raw.b = to_float(from[KEY_WIDTH + VALUE_WIDTH + head]);
-    raw.a = to_float(from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head]);
+    raw.b = from[KEY_WIDTH + VALUE_WIDTH + head], raw.a = from[KEY_WIDTH + VALUE_WIDTH + V_HEADS + head];
   } else if (row < step.rows()) {
-    const int64 token = step.sequence.start + row - step.pending;
-    const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
-    load_lanes<KEY_DIM>(raw.k, from + KEY_WIDTH + key);
-    load_lanes<KEY_DIM>(raw.q, from + key);
-    load_lanes<VALUE_DIM>(raw.v, from + 2 * KEY_WIDTH + value);
-    load_lanes<VALUE_DIM>(raw.z, operands.qkvz + token * (CONV_WIDTH + VALUE_WIDTH) + CONV_WIDTH + value);
-    raw.b = to_float(operands.ba[token * 2 * V_HEADS + head]);
-    raw.a = to_float(operands.ba[token * 2 * V_HEADS + V_HEADS + head]);
+    raw = load_new_row(operands, step.sequence.start + row - step.pending, true);
   }
   return raw;
 }
 
-// Brings new row `row` near; how many rows there are to replay is not known yet.
-__device__ __forceinline__ void prefetch_row(const Step& step, const Operands& operands, int row) {
-  if (row >= step.sequence.length) return;
+// Brings row `token` of the batch near.
+__device__ __forceinline__ void prefetch_row(const Operands& operands, int64 token) {
   const int place = lane_place(0), key = my_key() + place, value = my_value() + place;
-  const int64 token = step.sequence.start + row;
   const ACTIVATION* from = operands.conv_out + token * CONV_WIDTH;
   if (place < KEY_DIM) prefetch_l2(from + KEY_WIDTH + key), prefetch_l2(from + key);
   if (place < VALUE_DIM) {
@@ -147,8 +153,8 @@ __device__ __forceinline__ void stage_row(Shared& shared, int j, const RawRow& r
   }
   if (threadIdx.x % WARP == 0) {
     shared.kq[j][j] = kq * k_scale * q_scale;
-    shared.beta[j] = sigmoid(raw.b);
-    shared.decay[j] = expf(rate * softplus(raw.a + bias));
+    shared.beta[j] = sigmoid(to_float(raw.b));
+    shared.decay[j] = expf(rate * softplus(to_float(raw.a) + bias));
   }
 }
 
@@ -158,7 +164,7 @@ __device__ __forceinline__ void keep_draft(const Step& step, const Operands& ope
   if (my_head() % REPEATS == 0) store_lanes<KEY_DIM>(to + my_key(), raw.k);
   store_lanes<VALUE_DIM>(to + KEY_WIDTH + my_value(), raw.v);
   if (threadIdx.x % WARP == 0) {
-    to[KEY_WIDTH + VALUE_WIDTH + my_head()] = from_float<ACTIVATION>(raw.b);
-    to[KEY_WIDTH + VALUE_WIDTH + V_HEADS + my_head()] = from_float<ACTIVATION>(raw.a);
+    to[KEY_WIDTH + VALUE_WIDTH + my_head()] = raw.b;
+    to[KEY_WIDTH + VALUE_WIDTH + V_HEADS + my_head()] = raw.a;
   }
 }

@@ -427,6 +427,27 @@ __device__ __forceinline__ void load_matrices_transposed(uint32 values[4], const
 #endif
 }
 
+// --- barriers of some warps ---------------------------------------------------------------------------------------
+
+// Barrier ID (1 to 15) of THREADS threads of the block, whole warps: `arrive_at` counts without waiting, `wait_at` counts and
+// waits until all have. What the threads wrote to shared memory before is visible behind it.
+template <int ID, int THREADS>
+__device__ __forceinline__ void arrive_at() {
+#ifdef Q4E_EMULATE
+  emulator::arrive_at(ID, THREADS);
+#else
+  asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+#endif
+}
+template <int ID, int THREADS>
+__device__ __forceinline__ void wait_at() {
+#ifdef Q4E_EMULATE
+  emulator::wait_at(ID, THREADS);
+#else
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+#endif
+}
+
 // --- launches that overlap --------------------------------------------------------------------------------------
 
 // A kernel may start while the one before it on the stream still runs: everything in front of `wait_for_previous` may

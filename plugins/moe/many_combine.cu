@@ -1,5 +1,5 @@
-// The weighted sum of the outputs of a token's experts, which stand by expert: of OUTPUTS, a multiple of 4, of HIDDEN elements,
-// those from `first_output` on. Four a thread. EXPERTS, CHOICES.
+// The weighted sum of the outputs of a token's experts, which stand by expert: of the HIDDEN elements, `count`, a multiple of
+// 4, from `first_output` on. Four a thread. EXPERTS, CHOICES.
 #include "moe/routing.cuh"
 #include "vector.cuh"
 
@@ -7,17 +7,17 @@ constexpr int THREADS = 128;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 many_combine(const float* outputs, const float* weights, const int* positions, const float* logits,
-             const int* query_start_loc, const int* num_seqs, bf16* out, int first_output, int first_token,
-             int tokens) {
+             const int* query_start_loc, const int* num_seqs, bf16* out, int first_output, int count,
+             int first_token, int tokens) {
   const int column = (blockIdx.x * THREADS + threadIdx.x) * 4, token = blockIdx.y;
   wait_for_previous();
   start_next();
-  if (column >= OUTPUTS || token >= real_tokens(query_start_loc, num_seqs, first_token, tokens)) return;
+  if (column >= count || token >= real_tokens(query_start_loc, num_seqs, first_token, tokens)) return;
   Vector<float, 4> terms[CHOICES];
 #pragma unroll
   for (int i = 0; i < CHOICES; ++i)
-    terms[i] = load_vector<4>(outputs + int64(positions[token * CHOICES + i]) * OUTPUTS + column);
-  const Vector<float, 4> shared = load_vector<4>(outputs + (int64(tokens) * CHOICES + token) * OUTPUTS + column);
+    terms[i] = load_vector<4>(outputs + int64(positions[token * CHOICES + i]) * count + column);
+  const Vector<float, 4> shared = load_vector<4>(outputs + (int64(tokens) * CHOICES + token) * count + column);
   const float gate = sigmoid(logits[int64(token) * LOGITS_PITCH + EXPERTS]);
   float sums[4];
 #pragma unroll

@@ -15,6 +15,9 @@
 
 constexpr int THREADS = WARPS * WARP;
 
+// For lambdas, whose captures would else be in memory where there are many of them.
+#define ALWAYS_INLINE __attribute__((always_inline))
+
 template <typename A, typename B>
 constexpr bool is_same = false;
 template <typename A>

@@ -26,18 +26,6 @@ struct TokenTile {
   static constexpr int STAGE_BYTES = TOKEN_BYTES + WARPS * WARP_BYTES;
   static constexpr int TOGETHER = 2;  // token tiles whose sums wait less for each other
 
-  // Which stage is to be copied next.
-  struct Copies {
-    Rows rows;
-    int stage, parts;  // parts: how many are left
-
-    __device__ __forceinline__ void advance() {
-      if (++stage < COUNT) return;
-      stage = 0, parts = max(parts - 1, 0);
-      rows.advance();
-    }
-  };
-
   // Where the 16 bytes from element `k` of 64 on stand in the 128 of a token: pieces that 8 lanes read together are in
   // different banks, and those that 8 lanes copy together in one line.
   static __device__ __forceinline__ int place(int token, int k) {
@@ -45,32 +33,49 @@ struct TokenTile {
     return (k / 8 ^ token % 2 * TURN) * 16;
   }
 
-  // Starts to copy a stage. Neighbouring lanes copy neighbouring 16 bytes of a token.
-  static __device__ __forceinline__ void copy_stage(uint8* slot, const Copies& copies, const TokenRows& tokens) {
-    if (copies.parts == 0) return;
-    const int stage = copies.stage;
-    constexpr int CHUNKS = Tile::ELEMENTS / 8, NEXT = THREADS / CHUNKS, ROUNDS = ceil_div(TOKENS, NEXT);
-    const int k = threadIdx.x % CHUNKS * 8;
-    const uint8* from = reinterpret_cast<const uint8*>(tokens.values) + uint32(stage * Tile::ELEMENTS + k) * 2u;
-    static_assert(NEXT % 2 == 0, "a thread's tokens are all even or all odd");
-    uint8* to = slot + k / 64 * LINE_BYTES + place(threadIdx.x / CHUNKS, k % 64);
-    uint8* tiles = slot + TOKEN_BYTES + threadIdx.x / WARP * WARP_BYTES;
+  // The copies of a stage: TOKEN_COPIES and M of weights by each thread, and the scales of NVFP4. Neighbouring lanes copy
+  // neighbouring 16 bytes of a token.
+  static constexpr int CHUNKS = Tile::ELEMENTS / 8, NEXT = THREADS / CHUNKS, TOKEN_COPIES = ceil_div(TOKENS, NEXT);
+  static constexpr int COPIES = 2 * M + TOKEN_COPIES;
+  struct Copies {
+    Rows rows;
+    const uint8* tokens;
+    uint32 offsets[TOKEN_COPIES];
+    int stage, parts;  // parts: how many are left
+
+    __device__ __forceinline__ Copies(const Rows& rows, const TokenRows& from, int parts)
+        : rows(rows), tokens(reinterpret_cast<const uint8*>(from.values)), stage(0), parts(parts) {
+      static_assert(NEXT % 2 == 0, "a thread's tokens are all even or all odd");
 #pragma unroll
-    for (int m = 0; m < M; ++m) {
-      copies.rows.copy(tiles + m * Tile::BYTES, m, stage);
-      if (m % 2 == 0) copies.rows.copy_scales(tiles + m * Tile::BYTES, m, stage);
+      for (int i = 0; i < TOKEN_COPIES; ++i) offsets[i] = from.offsets[min(int(threadIdx.x) / CHUNKS + i * NEXT, TOKENS - 1)];
     }
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
-      const int token = threadIdx.x / CHUNKS + i * NEXT;
-      if (TOKENS % NEXT == 0 || token < TOKENS) copy_async_16(to + token * 128, from + tokens.offsets[token]);
+
+    // Copy `index` of COPIES.
+    __device__ __forceinline__ void start(uint8* slot, int index) const {
+      if (parts == 0) return;
+      uint8* tiles = slot + TOKEN_BYTES + threadIdx.x / WARP * WARP_BYTES;
+      const int m = index / 2, i = index - 2 * M;
+      if (i < 0 && index % 2 == 0) rows.copy(tiles + m * Tile::BYTES, m, stage);
+      if (i < 0 && index % 4 == 1) rows.copy_scales(tiles + (m & ~1) * Tile::BYTES, m & ~1, stage);
+      if (i < 0) return;
+      const int k = threadIdx.x % CHUNKS * 8, token = threadIdx.x / CHUNKS + i * NEXT;
+      uint8* to = slot + k / 64 * LINE_BYTES + place(threadIdx.x / CHUNKS, k % 64);
+      if (TOKENS % NEXT == 0 || token < TOKENS)
+        copy_async_16(to + token * 128, tokens + offsets[i] + uint32(stage * Tile::ELEMENTS + k) * 2u);
     }
-  }
+    __device__ __forceinline__ void advance() {
+      if (++stage < COUNT) return;
+      stage = 0, parts = max(parts - 1, 0);
+      rows.advance();
+    }
+  };
 
   // sums += the product of a group of 8 elements a lane, `a`, with the tokens in `slot`; `k` is where its step begins in the
-  // stage.
+  // stage. Calls `between(index)` PIECES times.
+  static constexpr int PIECES = ceil_div(N, TOGETHER);
+  template <typename Between>
   static __device__ __forceinline__ void multiply_group(const uint32 (&a)[M][2][4], const uint8* slot, int k, int group,
-                                                        float (&sums)[M][N][4]) {
+                                                        float (&sums)[M][N][4], const Between& between) {
     const int lane = threadIdx.x % WARP, own_k = k % 64 + lane % 4 * (8 * Tile::GROUPS) + 8 * group;
     const uint8* own = slot + k / 64 * LINE_BYTES + lane / 4 * 128 + place(lane / 4, own_k);
 #pragma unroll
@@ -88,6 +93,7 @@ struct TokenTile {
 #pragma unroll
           for (int m = 0; m < M; ++m) mma_16x8x16(sums[m][n], a[m][half], b);
         }
+      between(first / TOGETHER);
     }
   }
 
@@ -132,15 +138,17 @@ struct TokenTile {
   // tokens 8n up to 8n + 8, as mma_16x8x16 has them. All threads call it; `shared` is in use by the next part meanwhile, and
   // behind the last one free after a barrier.
   //
-  // The next stage is awaited in front of the last group of one, so that tensor cores have work while it is decoded.
+  // The next stage is awaited in front of the last group of one, so that tensor cores have work while it is decoded. Behind
+  // that the copies into the slot before are started, a few at a time.
   template <typename Finish>
   static __device__ __forceinline__ void multiply(uint8* shared, Rows rows, const TokenRows& tokens, int parts,
                                                   const Finish& finish) {
     static_assert(DEPTH >= 3 && GROUPS % 2 == 0, "a stage is in use while the next has come and one is on its way");
-    Copies ahead = {rows, 0, parts};
+    Copies ahead(rows, tokens, parts);
 #pragma unroll
     for (int slot = 0; slot < DEPTH - 1; ++slot) {
-      copy_stage(shared + slot * STAGE_BYTES, ahead, tokens);
+#pragma unroll
+      for (int i = 0; i < COPIES; ++i) ahead.start(shared + slot * STAGE_BYTES, i);
       ahead.advance();
       commit_copies();
     }
@@ -150,7 +158,8 @@ struct TokenTile {
     wait_copies<DEPTH - 2>();
     __syncthreads();
     operands.decode(shared, 0);
-    int slot = 0, free_slot = (DEPTH - 1) * STAGE_BYTES, stage = 0;
+    bool has_started = false;
+    int slot = 0, free_slot = (DEPTH - 1) * STAGE_BYTES, copied_slot = 0, stage = 0;
 #pragma unroll 1
     while (parts > 0) {
       const int next_slot = slot == (DEPTH - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
@@ -160,15 +169,22 @@ struct TokenTile {
         if (group < GROUPS - 1) {
           operands.decode(shared + slot, group + 1);
         } else {
+          if (has_started) {
+            ahead.advance();
+            commit_copies();
+          }
           wait_copies<DEPTH - 3>();
           __syncthreads();
-          copy_stage(shared + free_slot, ahead, tokens);
-          ahead.advance();
-          commit_copies();
+          has_started = true, copied_slot = free_slot;
           operands.decode(shared + next_slot, 0);
         }
         multiply_group(operands.a[group % 2], shared + slot, group / Tile::GROUPS * Tile::STEP, group % Tile::GROUPS,
-                       Format::HAS_SUM_SCALES ? stage_sums : sums);
+                       Format::HAS_SUM_SCALES ? stage_sums : sums, [&](int piece) ALWAYS_INLINE {
+                         const int index = (group + 1) % GROUPS * PIECES + piece;
+#pragma unroll
+                         for (int i = 0; i < COPIES; ++i)
+                           if (has_started && i * (GROUPS * PIECES) / COPIES == index) ahead.start(shared + copied_slot, i);
+                       });
       }
       if constexpr (Format::HAS_SUM_SCALES) add_scaled(stage_sums, stage, rows, sums);
       free_slot = slot;

@@ -1,12 +1,12 @@
 // The union of the groups that the rows of a tile read, ascending, with the rows of each; a block for each tile. A tile
 // whose union is too long for its rows is left to `attend`, row by row.
-// Macros: RATIO, QUERIES, NUM_GROUPS (selected groups of a row), MAX_ENTRIES (of a union), WINDOW (groups that are
-// sorted at once, by a bitmap of each in shared memory), TILE_COST and ROW_COST (of a group for a tile and for a row).
+// Macros: RATIO, QUERIES, NUM_GROUPS (selected groups of a row), MAX_ENTRIES (of a union), TILE_COST and ROW_COST (of a
+// group for a tile and for a row).
 #include "qsa_attention/tiles.cuh"
 
 constexpr int WARPS = 16, THREADS = WARPS * WARP;
-constexpr int CELLS = 8;  // of a thread at once: 16 bits for each group
-static_assert(QUERIES <= 16 && WINDOW % (CELLS * WARP) == 0, "a cell has a bit for each query");
+constexpr int CELLS = 16;  // of a thread at once: a byte for each group
+static_assert(QUERIES <= 8, "a cell has a bit for each query");
 
 // The tile of this block; without rows if there are fewer tiles.
 __device__ __forceinline__ Tile locate_tile(int index, const int* query_start_loc, const int* seq_lens,
@@ -39,12 +39,13 @@ __device__ __forceinline__ Tile locate_tile(int index, const int* query_start_lo
   return tile;
 }
 
-// Marks the groups from `base` to `base + WINDOW` in the cells of the rows that read them: the selected ones, and those
+// Marks the groups from `base` to `base + window` in the cells of the rows that read them: the selected ones, and those
 // of the tails.
-__device__ __forceinline__ void mark_groups(const Tile& tile, const int* selected_groups, int base, uint32* cells) {
+__device__ __forceinline__ void mark_groups(const Tile& tile, const int* selected_groups, int base, int window,
+                                            uint32* cells) {
   auto mark = [&](int group, int query) {
     const uint32 place = uint32(group - base);
-    if (group >= 0 && place < WINDOW) atomicOr(&cells[place / 2], 1u << (query + place % 2 * 16));
+    if (group >= 0 && place < uint32(window)) atomicOr(&cells[place / 4], 1u << (query + place % 4 * 8));
   };
 #pragma unroll 4
   for (int i = threadIdx.x; i < tile.count * NUM_GROUPS; i += THREADS)
@@ -57,26 +58,27 @@ struct Counts {
   int entries, readers;  // groups of a union, and groups of all of its rows
 };
 
-// Of the marked cells of a window, each warp having its part of them. Those in front of `limit` become entries.
-__device__ __forceinline__ Counts collect(const uint32* cells, int base, const Counts& before, uint32* entries) {
+// Entries of the marked cells of a window, of which each warp has its part, behind those `before`.
+__device__ __forceinline__ Counts collect(const uint32* cells, int base, int window, const Counts& before,
+                                          uint32* entries) {
   __shared__ Counts of_warps[WARPS];
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  constexpr int PER_WARP = ceil_div(WINDOW / CELLS, THREADS) * WARP;  // of uint4
+  const int per_warp = ceil_div(window / CELLS, THREADS) * WARP;  // of uint4
   const uint4* quads = reinterpret_cast<const uint4*>(cells);
   auto load = [&](int i) {
-    const int at = warp * PER_WARP + i + lane;
-    return at < WINDOW / CELLS ? quads[at] : make_uint4(0, 0, 0, 0);
+    const int at = warp * per_warp + i + lane;
+    return at < window / CELLS ? quads[at] : make_uint4(0, 0, 0, 0);
   };
   auto count_cells = [](const uint4& quad) {
     const uint32 words[4] = {quad.x, quad.y, quad.z, quad.w};
     int count = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) count += int((words[i] & 0xffffu) != 0) + int(words[i] >> 16 != 0);
+    for (int i = 0; i < CELLS; ++i) count += (words[i / 4] >> (i % 4 * 8) & 0xffu) != 0;
     return count;
   };
   uint32 count = 0, readers = 0;
 #pragma unroll 1
-  for (int i = 0; i < PER_WARP; i += WARP) {
+  for (int i = 0; i < per_warp; i += WARP) {
     const uint4 quad = load(i);
     count += count_cells(quad);
     readers += __popc(quad.x) + __popc(quad.y) + __popc(quad.z) + __popc(quad.w);
@@ -92,7 +94,7 @@ __device__ __forceinline__ Counts collect(const uint32* cells, int base, const C
     total.entries += of_warps[i].entries, total.readers += of_warps[i].readers;
   }
 #pragma unroll 1
-  for (int i = 0; i < PER_WARP; i += WARP) {
+  for (int i = 0; i < per_warp; i += WARP) {
     const uint4 quad = load(i);
     const int own = count_cells(quad);
     int sum = own;
@@ -105,9 +107,9 @@ __device__ __forceinline__ Counts collect(const uint32* cells, int base, const C
     const uint32 words[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
     for (int j = 0; j < CELLS; ++j) {
-      const uint32 queries = words[j / 2] >> (j % 2 * 16) & 0xffffu;
+      const uint32 queries = words[j / 4] >> (j % 4 * 8) & 0xffu;
       if (queries == 0) continue;
-      if (to < MAX_ENTRIES) entries[to] = make_entry(base + (warp * PER_WARP + i + lane) * CELLS + j, queries);
+      if (to < MAX_ENTRIES) entries[to] = make_entry(base + (warp * per_warp + i + lane) * CELLS + j, queries);
       ++to;
     }
     place += __shfl_sync(FULL_MASK, sum, WARP - 1);
@@ -115,9 +117,9 @@ __device__ __forceinline__ Counts collect(const uint32* cells, int base, const C
   return total;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 find_unions(const int* selected_groups, const int* query_start_loc, const int* seq_lens, const int* num_seqs,
-            Tile* tiles, uint32* all_entries, uint8* is_in_tile, int batch_size) {
+            Tile* tiles, uint32* all_entries, uint8* is_in_tile, int batch_size, int window) {
   DYNAMIC_SHARED(uint32, cells);
   wait_for_previous();
   start_next();
@@ -126,12 +128,12 @@ find_unions(const int* selected_groups, const int* query_start_loc, const int* s
 #if RATIO > 0
   const int last_group = tile.sequence < 0 ? -1 : (tile.last_position() + 1) / UNIT;
 #pragma unroll 1
-  for (int base = 0; base <= last_group; base += WINDOW) {
-    for (int i = threadIdx.x; i < WINDOW / CELLS; i += THREADS) reinterpret_cast<uint4*>(cells)[i] = {0, 0, 0, 0};
+  for (int base = 0; base <= last_group; base += window) {
+    for (int i = threadIdx.x; i < window / CELLS; i += THREADS) reinterpret_cast<uint4*>(cells)[i] = {0, 0, 0, 0};
     __syncthreads();
-    mark_groups(tile, selected_groups, base, cells);
+    mark_groups(tile, selected_groups, base, window, cells);
     __syncthreads();
-    counts = collect(cells, base, counts, all_entries + int64(blockIdx.x) * MAX_ENTRIES);
+    counts = collect(cells, base, window, counts, all_entries + int64(blockIdx.x) * MAX_ENTRIES);
     __syncthreads();
   }
   const bool is_tile = counts.entries <= MAX_ENTRIES && counts.entries * TILE_COST <= counts.readers * ROW_COST;

@@ -14,12 +14,12 @@ FEWEST_ROWS_PER_SEQUENCE = 9
 """On average; steps of drafts have up to 8."""
 WARPS, WARP_ROWS = 4, 16
 """Of a tile, and of each the queries times heads, as in attend_tiles.cu."""
-MOST_QUERIES = 12
+MOST_QUERIES = 8
 RATIOS = (0, 2, 4, 8, 16, 32)
-TILE_COST, ROW_COST = 3, 2
+TILE_COST, ROW_COST = 4, 3
 """Of a group of tokens, for a tile and for a row alone."""
 UNION_THREADS = 512
-WINDOW = 32_768
+WINDOW = 65_536
 """Groups whose marks fit into shared memory at once."""
 KEYS, STAGES, FP8_STAGES = 32, 3, 2
 """Tokens of a chunk, and chunks in shared memory, as in attend_tiles.cu."""
@@ -58,8 +58,8 @@ def find_tiles(call: Call) -> Tiles | None:
 def union_launch(call: Call, tiles: Tiles) -> Launch:
     """Finds the tiles and the unions of what their rows selected."""
     d, ratio = call.dims, call.attrs["compress_ratio"]
-    window = min(-(-(d["MB"] * d["P"] // max(ratio, 1) + 1) // 256) * 256, WINDOW) if ratio else 256
-    defines = (("RATIO", ratio), ("QUERIES", tiles.queries), ("NUM_GROUPS", d["G"]), ("WINDOW", window))
+    window = min(-(-(d["MB"] * d["P"] // max(ratio, 1) + 1) // 512) * 512, WINDOW) if ratio else 512
+    defines = (("RATIO", ratio), ("QUERIES", tiles.queries), ("NUM_GROUPS", d["G"]))
     costs = (("MAX_ENTRIES", tiles.max_entries), ("TILE_COST", TILE_COST), ("ROW_COST", ROW_COST))
     return Launch(
         Kernel("qsa_attention/find_unions.cu", "find_unions", (*defines, *costs)),
@@ -67,9 +67,9 @@ def union_launch(call: Call, tiles: Tiles) -> Launch:
         threads=UNION_THREADS,
         args=(
             *(call["selected_groups"], call["query_start_loc"], call["seq_lens"], call["num_seqs"]),
-            *(tiles.places, tiles.entries, tiles.is_in_tile, d["B"]),
+            *(tiles.places, tiles.entries, tiles.is_in_tile, d["B"], window),
         ),
-        shared_bytes=2 * window,
+        shared_bytes=window,
     )
 
 

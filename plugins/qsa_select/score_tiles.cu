@@ -63,18 +63,19 @@ __device__ __forceinline__ int swizzled(int group, int piece) { return piece ^ (
 
 using Keys = uint4[CHUNK][PIECES];
 
-__device__ __forceinline__ void copy_keys(Keys& to, const bf16* cache, const int* pages, int first_group,
-                                          int max_blocks) {
-  constexpr int ITEMS_OF_ROW = DIM / 8, COPIES = ceil_div(CHUNK * ITEMS_OF_ROW, THREADS);
-  const uint32 thread = made_anew(threadIdx.x);
+__device__ __forceinline__ void copy_keys(Keys& to, const bf16* cache, const int* pages, uint32 first_group,
+                                          uint32 max_blocks) {
+  // Rows of a thread are a multiple of 16 apart, which leaves their places in memory a constant apart.
+  constexpr uint32 PIECES_OF_ROW = DIM / 8, ROWS_AT_ONCE = THREADS / PIECES_OF_ROW / 16 * 16;
+  const uint32 thread = made_anew(threadIdx.x), row = thread / PIECES_OF_ROW, piece = thread % PIECES_OF_ROW;
+  uint4* place = &to[row % CHUNK][swizzled(row, piece)];
 #pragma unroll
-  for (int i = 0; i < COPIES; ++i) {
-    const uint32 item = i * THREADS + thread;
-    const int row = item / ITEMS_OF_ROW, piece = item % ITEMS_OF_ROW;
-    if (COPIES * THREADS != CHUNK * ITEMS_OF_ROW && row >= CHUNK) continue;
-    const int group = first_group + row;
+  for (uint32 i = 0; i < CHUNK; i += ROWS_AT_ONCE) {
+    if (THREADS % (ROWS_AT_ONCE * PIECES_OF_ROW) != 0 && row >= ROWS_AT_ONCE) continue;
+    if (CHUNK % ROWS_AT_ONCE != 0 && i + row >= CHUNK) continue;
+    const uint32 group = first_group + i + row;
     const int page = max(pages[min(group / PAGE, max_blocks - 1)], 0);  // behind the last group: any
-    copy_async_16(&to[row][swizzled(row, piece)], cache + (int64(page) * PAGE + group % PAGE) * DIM + piece * 8);
+    copy_async_16(place + i * PIECES, cache + (int64(page) * PAGE + group % PAGE) * DIM + piece * 8);
   }
 }
 
@@ -115,10 +116,11 @@ struct Queries {
     uint32 bits[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      float total = 0.f;
+      float heads[HEAD_PAIRS];
 #pragma unroll
       for (int pair = 0; pair < HEAD_PAIRS; ++pair)
-        total += fmaxf(sums[i / 2][pair][i % 2], 0.f) + fmaxf(sums[i / 2][pair][i % 2 + 2], 0.f);
+        heads[pair] = fmaxf(sums[i / 2][pair][i % 2], 0.f) + fmaxf(sums[i / 2][pair][i % 2 + 2], 0.f);
+      const float total = HEAD_PAIRS == 1 ? heads[0] : heads[0] + heads[HEAD_PAIRS - 1];
       bits[i] = __float_as_uint(total) & 0x7fffffffu;
     }
     return {bits[0], bits[1], bits[2], bits[3]};

@@ -5,10 +5,9 @@
 #include "qsa_select/search.cuh"
 #include "qsa_select/turn.cuh"
 
-constexpr int QUADS = 8;  // of scores, or of best scores, that a thread holds
-constexpr int CAPACITY = 4 * QUADS * BLOCK_THREADS;
-constexpr int BEST_QUADS = 10;  // of groups whose best score is among the highest
-constexpr int MAX_BEST = BEST_QUADS * BLOCK_THREADS / (GROUPS / 4);
+constexpr int CAPACITY = 8192;  // scores, or best scores, that a block holds
+constexpr int MAX_BEST = 640;   // groups of 16 whose scores it holds
+constexpr int QUADS = CAPACITY / 4 / BLOCK_THREADS, BEST_QUADS = ceil_div(MAX_BEST * (GROUPS / 4), BLOCK_THREADS);
 static_assert(COUNT <= MAX_BEST && COUNT * GROUPS <= CAPACITY, "see tiles.py");
 
 // Quads that are dealt to the threads, in the order of their groups; scores that do not exist are zero.
@@ -118,7 +117,7 @@ __device__ __forceinline__ void select_of_best(const uint32* scores, int visible
   row.write(row.search<false>(range, shift, COUNT, bins), visible, selected);
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, 1024 / BLOCK_THREADS)
 select_rows(const uint32* all_scores, const int* query_start_loc, const int* seq_lens, const int* num_seqs,
             int* all_selected, int index, int num_tokens, int capacity, int batch_size) {
   __shared__ __align__(16) uint32 bins[BINS];

@@ -14,10 +14,10 @@ ROWS, SCORE_THREADS, SCORE_BLOCKS = 64, 256, 2
 """Rows of a tile, threads of a block and blocks that a multiprocessor holds, as in score_tiles.cu."""
 CHUNK, STAGES = 64, 3
 """Groups in a stage of shared memory, as in score_tiles.cu."""
-SELECT_THREADS, SELECT_BLOCKS = 256, 8
+SELECT_THREADS, SELECT_BLOCKS = 512, 8
 """Threads of a block of the choice, and blocks that each multiprocessor gets."""
 MOST_HEADS, MOST_DIM = 4, 128
-MOST_COUNT, MOST_GROUPS = SELECT_THREADS * 2, SELECT_THREADS * 32 * 16
+MOST_COUNT, MOST_GROUPS = 512, 8192 * 16
 """To select, and to select from, as in select_rows.cu."""
 
 

@@ -25,7 +25,7 @@ from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.manifest import LAYERS_FILE, ONNX_FILE, Manifest
 
-pytestmark = pytest.mark.trt
+pytestmark = [pytest.mark.trt, pytest.mark.usefixtures("quick_builds")]
 
 CALIBRATION_TEXT = "Emma was not asleep when he came into the room, but she would not own it."
 

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from released_model import CONVERTED_TO_NVFP4, OFFICIAL_FP8, PUBLISHED_NVFP4, released_config
 
+from qwen4exp_trt.builder import compile as builder_compile
 from qwen4exp_trt.builder import kernels as kernels_module
 from qwen4exp_trt.builder.compile import ExportOptions, transform_config
 from qwen4exp_trt.builder.kernels import architecture_of_target, compile_kernels, kernels_of
 from qwen4exp_trt.builder.op_calls import distinct_calls
 from qwen4exp_trt.builder.plan import DEVICES
 from qwen4exp_trt.errors import BuildError, PluginError
+from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.plugins import compile as compile_module
 from qwen4exp_trt.plugins.compile import compile_kernel, cubin_key, load_cubin
@@ -34,15 +36,20 @@ TARGETS = [GB10, pytest.param("sm_90", marks=pytest.mark.slow), pytest.param("sm
 
 @cache
 def released_programs() -> list[Program]:
-    """One layer of each kind, at released sizes, in every format that weights are published in or converted to."""
+    """One layer of each kind, at released sizes, in every format that weights are published in or converted to.
+
+    Traced once for each format of the cache.
+    """
     config = replace(released_config(), num_hidden_layers=4, layer_types=released_config().layer_types[:4])
-    programs = []
+    programs, export_once = [], cache(export_program)
     for formats in ({}, OFFICIAL_FP8, PUBLISHED_NVFP4, CONVERTED_TO_NVFP4):
         ours = {name: fmt for name, fmt in formats.items() if not name.startswith("layers.") or int(name[7]) < 4}
         ours = {name: fmt for name, fmt in ours.items() if not name.startswith("layers.") or name[8] == "."}
         for kv_cache_dtype in ("auto", "float8_e4m3fn"):
             options = ExportOptions("bfloat16", kv_cache_dtype, LIMITS.block_size)
-            programs.append(transform_config(config, options, Quantization(ours))[0])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(builder_compile, "export_program", export_once)
+                programs.append(transform_config(config, options, Quantization(ours))[0])
     return programs
 
 
@@ -64,7 +71,8 @@ def test_kernels_spill_nothing(arch: str, part: int) -> None:
 def test_steps_of_short_sequences_need_no_other_kernels(num_sms: int) -> None:
     """The block table of a step is as wide as its longest sequence; some launchers choose a kernel by that."""
     program, known = released_programs()[0], released_kernels(num_sms)
-    for num_pages, (T, B, L) in product((1, 3, 32, 33, 150, 257, 1000), ((1, 1, 1), (8, 2, 8), (300, 5, 5))):
+    steps = (1, 1, 1), (8, 2, 8), (300, 5, 5), (600, 1, 1)
+    for num_pages, (T, B, L) in product((1, 3, 32, 33, 150, 257, 1000), steps):
         dims = {"T": T, "B": B, "B_plus_1": B + 1, "L": L, "max_blocks": num_pages}
         dims |= {"num_blocks": LIMITS.max_num_blocks, "num_slots": LIMITS.num_slots}
         for call in distinct_calls(program):

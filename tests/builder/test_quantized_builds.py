@@ -22,7 +22,7 @@ from qwen4exp_trt.plugins.spec import NAMESPACE
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, ONNX_FILE
 
-pytestmark = pytest.mark.trt
+pytestmark = [pytest.mark.trt, pytest.mark.usefixtures("quick_builds")]
 
 POLICY_OPS = ("Fp8", "Nvfp4", "Moe", "PleGather")
 """Parts of the names of the ops that depend on formats."""
@@ -106,7 +106,7 @@ class Built:
 
 
 @pytest.fixture(scope="module", params=BUILDS)
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_builds: None) -> Built:
     build = BUILDS[request.param]
     base = tmp_path_factory.getbasetemp() / "quantized-builds"
     base.mkdir(exist_ok=True)

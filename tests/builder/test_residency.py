@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,9 @@ import torch
 from quantized_checkpoints import store_fp8, write_quantized
 from safetensors.torch import load_file, save_file
 
-from qwen4exp_trt.builder import compile as compile_module
-from qwen4exp_trt.builder import planning
 from qwen4exp_trt.builder.__main__ import main
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.options import BuildOptions
-from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.manifest import ONNX_FILE, Manifest
 from qwen4exp_trt.runtime.program import Program
@@ -30,15 +26,7 @@ from qwen4exp_trt.runtime.specs import NgramRowsSpec, PleResidency
 TABLE = "layers.0.ple.ple_embedding.ngram_embedding"
 PROMPTS = ["the quick brown fox", "the quick brown dog", "a lazy fox jumps over"]
 
-
-_export_once = cache(export_program)
-
-
-@pytest.fixture(autouse=True)
-def _quick_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One trace for all residencies, and no estimate of activations: most of the time of a tiny build."""
-    monkeypatch.setattr(compile_module, "export_program", _export_once)
-    monkeypatch.setattr(planning, "estimate_activations", lambda config, dtype, limits: 0)
+pytestmark = pytest.mark.usefixtures("quick_builds")
 
 
 def write_fp8(folder: Path, tiny: Path) -> None:

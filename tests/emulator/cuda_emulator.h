@@ -58,7 +58,12 @@ struct Warp {
   unsigned long generation;
   uint64_t slots[2][WARP_SIZE][8];  // two sets by turns: a lane may come to the next exchange before another has read
 };
+struct Barrier {
+  int arrived;
+  unsigned long generation;
+};
 struct Block {
+  Barrier barriers[16];  // of `arrive_at` and `wait_at`
   dim3 index, size, grid;
   int alive, arrived;
   unsigned long generation;
@@ -92,6 +97,16 @@ void leave(Group& group) {
     group.arrived = 0;
     ++group.generation;
   }
+}
+
+inline void arrive_at(int id, int threads) {
+  Barrier& barrier = block.barriers[id];
+  if (++barrier.arrived == threads) barrier = {0, barrier.generation + 1};
+}
+inline void wait_at(int id, int threads) {
+  const unsigned long generation = block.barriers[id].generation;
+  arrive_at(id, threads);
+  while (block.barriers[id].generation == generation) yield();
 }
 
 inline Warp& warp() { return block.warps[current->index / WARP_SIZE]; }
@@ -211,6 +226,7 @@ inline int launch(void (*body)(void*), void* args, dim3 grid, int threads, size_
     for (unsigned y = 0; y < grid.y; ++y)
       for (unsigned x = 0; x < grid.x; ++x) {
         block.index = {x, y, z}, block.alive = threads, block.arrived = 0, block.generation = 0, block.votes = 0;
+        std::fill(std::begin(block.barriers), std::end(block.barriers), Barrier{});
         block.shared.assign(shared_bytes + 16, char(0xff));  // NaN
         block.warps.assign((threads + WARP_SIZE - 1) / WARP_SIZE, Warp{});
         for (int i = 0; i < threads; ++i) {
@@ -226,6 +242,7 @@ inline int launch(void (*body)(void*), void* args, dim3 grid, int threads, size_
           unsigned long before = block.generation;
           int alive = block.alive;
           for (const Warp& w : block.warps) before += w.generation;
+          for (const Barrier& barrier : block.barriers) before += barrier.generation;
           for (int i = 0; i < threads; ++i) {
             Fiber& fiber = block.fibers[reversed ? threads - 1 - i : i];
             if (fiber.done) continue;
@@ -234,6 +251,7 @@ inline int launch(void (*body)(void*), void* args, dim3 grid, int threads, size_
           }
           unsigned long after = block.generation;
           for (const Warp& w : block.warps) after += w.generation;
+          for (const Barrier& barrier : block.barriers) after += barrier.generation;
           idle = after == before && alive == block.alive ? idle + 1 : 0;
           if (idle > 2) return 1;
         }

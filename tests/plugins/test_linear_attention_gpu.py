@@ -82,6 +82,20 @@ def test_delta_rule(name: str) -> None:
     compare(all_specs()["gated_delta_rule"], delta_operands(name))
 
 
+@pytest.mark.parametrize("tokens,context,pending", [(1, 700, 0), (1, 0, 0), (8, 40, 0), (4, 40, 3), (20, 9, 2)])
+@pytest.mark.parametrize("slot", [0, 2])
+def test_delta_rule_of_a_lone_sequence(slot: int, tokens: int, context: int, pending: int) -> None:
+    """Its state is fetched from the first slot before its slot is known."""
+    values = make_operands(
+        torch.bfloat16, torch.Generator().manual_seed(1), [tokens], [context], [pending], RELEASED, DRAFT_ROWS
+    )
+    for name in ("recurrent_state", "draft_rows", "committed_len"):
+        values[name][slot] = values[name][int(values["slot_ids"][0])].clone()
+    values["slot_ids"].fill_(slot)
+    spec = all_specs()["gated_delta_rule"]
+    compare(spec, arguments(spec, values))
+
+
 @pytest.mark.parametrize("heads", [RELEASED, (4, 16, 32, 32), (1, 3, 68, 36), (2, 2, 128, 64)])
 def test_delta_rule_in_float32(heads: Any) -> None:
     compare(all_specs()["gated_delta_rule"], delta_operands("mixed", torch.float32, heads), torch.float32)

@@ -37,10 +37,15 @@ def test_rows_to_replay_and_new_ones_in_two_chunks(dtype: torch.dtype) -> None:
     check("gated_delta_rule", operands, dtype)
 
 
-def test_one_sequence() -> None:
-    """It has a geometry of its own."""
-    operands = make_operands(torch.bfloat16, torch.Generator().manual_seed(2), [7], [30], [6], (1, 2, 40, 64), 8)
-    check("gated_delta_rule", operands, torch.bfloat16)
+@pytest.mark.parametrize("slot,context,pending", [(3, 30, 6), (0, 30, 0), (0, 0, 0)])
+def test_one_sequence(slot: int, context: int, pending: int) -> None:
+    """It has a geometry of its own, and its state is fetched from the first slot before its slot is known."""
+    generator = torch.Generator().manual_seed(2)
+    values = make_operands(torch.bfloat16, generator, [7], [context], [pending], (1, 2, 40, 64), 8)
+    for name in ("recurrent_state", "draft_rows", "committed_len"):
+        values[name][slot] = values[name][int(values["slot_ids"][0])].clone()
+    values["slot_ids"].fill_(slot)
+    check("gated_delta_rule", values, torch.bfloat16)
 
 
 def test_a_long_step_commits_rows_to_replay_as_well() -> None:

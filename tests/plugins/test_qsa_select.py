@@ -11,6 +11,7 @@ from qsa_batches import exact_selection, normals, quarters, select_operands
 from torch import Tensor
 
 from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.kernels import Plan
 from qwen4exp_trt.plugins.qsa_select import SPEC, launch
 
 SMALL: dict[str, Any] = {"heads": 4, "dim": 16, "page": 16, "ratio": 2, "budget": 40}
@@ -69,7 +70,7 @@ def test_scores_of_any_size_keep_their_order(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("heads,dim,page", [(1, 8, 4), (2, 40, 3), (3, 32, 16), (8, 64, 32)])
 def test_odd_shapes(heads: int, dim: int, page: int) -> None:
     make = quarters(torch.bfloat16)
-    shape = {"heads": heads, "dim": dim, "page": page, "ratio": 4, "budget": 24}
+    shape: dict[str, Any] = {"heads": heads, "dim": dim, "page": page, "ratio": 4, "budget": 24}
     check(select_operands([1, 0, 8, 2], [203, 40, 138, 27], make, make, padding=2, **shape))
 
 
@@ -78,7 +79,7 @@ def test_tiles_of_rows(monkeypatch: pytest.MonkeyPatch, heads: int, dim: int, pa
     """Several tiles of a sequence, some of them in two turns, beside a sequence of one row."""
     monkeypatch.setattr(launch, "SCRATCH_BYTES", 110_000)
     make = quarters(torch.bfloat16)
-    shape = {"heads": heads, "dim": dim, "page": page, "ratio": 4, "budget": 24}
+    shape: dict[str, Any] = {"heads": heads, "dim": dim, "page": page, "ratio": 4, "budget": 24}
     check(select_operands([1, 75], [203, 500], make, make, padding=1, **shape))
 
 
@@ -110,3 +111,16 @@ def test_impossible_heads_are_refused() -> None:
     args = select_operands([1], [90], ones, ones, **({**SMALL, "heads": 9}))
     with pytest.raises(PluginError, match="9 index heads of D=16"):
         run_emulated(SPEC, args)
+
+
+def test_the_workspace_of_a_chunk_of_the_longest_prompt_is_bounded() -> None:
+    def plan(tokens: int, pages: int) -> Plan:
+        shapes = [[tokens, 512], [pages, 16, 128], [2], [1], [1, pages], [1]]
+        dtypes = [torch.bfloat16] * 2 + [torch.int32] * 4
+        names = [arg.name for arg in SPEC.inputs]
+        attrs = {"budget": 2048, "compress_ratio": 4}
+        return SPEC.plan(dict(zip(names, shapes, strict=True)), dict(zip(names, dtypes, strict=True)), attrs, 48)
+
+    assert plan(8192, 4096).scratch_bytes == launch.SCRATCH_BYTES
+    assert plan(8192, 512).scratch_bytes == launch.SCRATCH_BYTES >= plan(100, 4096).scratch_bytes
+    assert len(plan(8192, 512).launches) == 2 * 3, "three turns of 3,855 rows and fewer"
