@@ -19,9 +19,7 @@ from qwen4exp_trt.plugins.linear_operands import (
     product_defines,
 )
 
-STAGE_COLUMNS = 64
-"""Of K, which a block multiplies between two barriers."""
-LEAST_STAGES, STAGES_TO_ADD = 4, 2.2
+LEAST_COLUMNS, COLUMNS_TO_ADD = 256, 140
 """Of a part of K; and those that could be multiplied in the time in which a part's sums are written, or read."""
 MOST_SPLIT_TILES = 2
 """Parts of tiles for each multiprocessor, which bounds the workspace."""
@@ -35,7 +33,6 @@ class GemmShape:
     token_warps: int
     warp_rows: int
     warp_tokens: int
-    stages: int
 
     @property
     def rows(self) -> int:
@@ -52,19 +49,24 @@ class GemmShape:
     @property
     def macro(self) -> str:
         """The template arguments."""
-        return f"{self.row_warps},{self.token_warps},{self.warp_rows},{self.warp_tokens},{self.stages}"
+        return f"{self.row_warps},{self.token_warps},{self.warp_rows},{self.warp_tokens}"
 
     def shared_bytes(self, form: WeightFormat) -> int:
-        return self.stages * 2 * STAGE_COLUMNS * self.tokens + (self.stages - 1) * _ROW_BYTES[form] * self.rows
+        """Three buffers for 64 columns of the tokens, and those for stages of the rows."""
+        stage = _STAGES[form]
+        return 3 * 2 * 64 * self.tokens + (2 if stage.columns == 128 else 3) * stage.row_bytes * self.rows
 
 
-_ROW_BYTES = {NVFP4: 32 + 4, FP8_BLOCKS: 64, BF16: 128}
-"""Of a row in a stage."""
-SHAPES = {
-    NVFP4: GemmShape(8, 1, 32, 128, 4),
-    FP8_BLOCKS: GemmShape(4, 2, 32, 64, 4),
-    BF16: GemmShape(4, 2, 32, 48, 4),
-}
+@dataclass(frozen=True)
+class _Stage:
+    """What a block has of K at once, and its bytes of a row."""
+
+    columns: int
+    row_bytes: int
+
+
+_STAGES = {NVFP4: _Stage(128, 64 + 8), FP8_BLOCKS: _Stage(64, 64), BF16: _Stage(64, 128)}
+SHAPES = {NVFP4: GemmShape(8, 1, 32, 128), FP8_BLOCKS: GemmShape(4, 2, 32, 64), BF16: GemmShape(4, 2, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -82,23 +84,22 @@ class Tiling:
 
 def tile_product(tokens: int, rows: int, columns: int, shape: GemmShape, num_sms: int) -> Tiling:
     """Divides the tiles of the last round, in which not all multiprocessors would have one, so that it ends soonest."""
-    tiles, stages = ceil_div(tokens, shape.tokens) * ceil_div(rows, shape.rows), ceil_div(columns, STAGE_COLUMNS)
+    tiles = ceil_div(tokens, shape.tokens) * ceil_div(rows, shape.rows)
     rest = tiles % num_sms
 
     def cost(parts: int) -> float:
         rounds = ceil_div(rest * parts, num_sms)
-        adding = STAGES_TO_ADD * (rounds + parts) if parts > 1 else 0.0
-        return rounds * ceil_div(stages, parts) + adding
+        adding = COLUMNS_TO_ADD * (rounds + parts) if parts > 1 else 0
+        return rounds * columns / parts + adding
 
-    most = max(min(MOST_SPLIT_TILES * num_sms // max(rest, 1), stages // LEAST_STAGES), 1)
+    most = max(min(MOST_SPLIT_TILES * num_sms // max(rest, 1), columns // LEAST_COLUMNS), 1)
     parts = min(range(1, most + 1), key=cost) if rest else 1
     return Tiling(tiles, tiles if parts == 1 else tiles - rest, parts)
 
 
 def can_take(x: Tokens, weight: Weight) -> bool:
-    """Whether rows of both operands lie at multiples of 16 bytes, and whole stages have their scales."""
-    multiple = STAGE_COLUMNS if weight.format == NVFP4 else weight.format.multiple
-    return x.dtype == torch.bfloat16 and weight.columns % multiple == 0
+    """Whether rows of both operands lie at multiples of 16 bytes."""
+    return x.dtype == torch.bfloat16 and weight.columns % weight.format.multiple == 0
 
 
 def partial_floats(num_sms: int) -> int:
@@ -111,7 +112,7 @@ def tiled(call: Call, x: Tokens, weight: Weight, out: TensorRef, partial_sums: S
     form, shape = weight.format, SHAPES[weight.format]
     tiling = tile_product(x.count, weight.rows, weight.columns, shape, call.num_sms)
     format_name = "Gemm" + form.name
-    has_tail = int(weight.columns % STAGE_COLUMNS != 0)
+    has_tail = int(weight.columns % _STAGES[form].columns != 0)
     defines = (
         ("FORMAT", format_name),
         *product_defines(weight, out)[1:],

@@ -1,7 +1,7 @@
 // out[T, N] = x[T, K] weight^T for many tokens, in tiles of gemm.cuh. Tiles that would not fill a last round of all blocks
 // are divided into parts of K.
 // FORMAT: of gemm_formats.cuh; OUTPUT: bf16 or float; SCALES_ROWS: whether rows have scales; SHAPE: the numbers of a
-// GemmShape; K_HAS_TAIL: whether K is no multiple of GEMM_K.
+// GemmShape; K_HAS_TAIL: whether K is no multiple of STAGE_COLUMNS.
 #include "q4e.cuh"
 #include "gemm.cuh"
 #include "vector.cuh"
@@ -33,7 +33,7 @@ struct OutputRows {
 
 struct Linear {
   using Work = GemmWork;
-  static constexpr bool IS_STATIC = true, HAS_TAIL = K_HAS_TAIL;
+  static constexpr bool HAS_TAIL = K_HAS_TAIL;
   static constexpr int BAND = 16;  // tiles of tokens that pass a tile of rows together, and find it in L2
 
   const bf16* x;
@@ -50,7 +50,7 @@ struct Linear {
     return whole_tiles + (token_tiles() * row_tiles() - whole_tiles) * parts;
   }
   __device__ __forceinline__ Work locate(int index) const {
-    const int stages = ceil_div(columns, GEMM_K), split = max(index - whole_tiles, 0) / parts;
+    const int stages = ceil_div(columns, Shape::STAGE_COLUMNS), split = max(index - whole_tiles, 0) / parts;
     const bool is_whole = index < whole_tiles;
     const int tile = is_whole ? index : whole_tiles + split, part = is_whole ? 0 : (index - whole_tiles) % parts;
     const int band = tile / (BAND * row_tiles()), place = tile % (BAND * row_tiles());
