@@ -39,8 +39,8 @@ __device__ __forceinline__ void load_rows(Shared& shared, const LongSequence& se
 #pragma unroll
   for (int i = 0; i < LOADS; ++i)
     if (sequence.is_new(first_row + first + i * ROWS_AT_ONCE)) {
-      loaded[0][i] = load_packed<8>(from + i * ROWS_AT_ONCE * CONV_WIDTH + KEY_WIDTH);
-      loaded[1][i] = load_packed<8>(from + i * ROWS_AT_ONCE * CONV_WIDTH);
+      loaded[0][i] = load_once(from + i * ROWS_AT_ONCE * CONV_WIDTH + KEY_WIDTH);
+      loaded[1][i] = load_once(from + i * ROWS_AT_ONCE * CONV_WIDTH);
     }
   if (first_row + first < sequence.pending)
     loaded[0][0] = load_packed<8>(operands.draft_rows + sequence.draft(first_row + first) + key_head * KEY_DIM + place);
