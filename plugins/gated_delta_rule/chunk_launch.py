@@ -46,8 +46,8 @@ def _turn_sizes(call: Call) -> list[int]:
 
 
 def _target(call: Call) -> int:
-    """So many that what the kernels hand to each other stays in the L2 cache: 6 on a GB10, 45 on an H200."""
-    return max(call.num_sms**2 // 384, 2)
+    """So many that what the kernels hand to each other stays in the L2 cache: 6 on a GB10, 45 on an H200, not more."""
+    return min(max(call.num_sms**2 // 384, 2), 45)
 
 
 def _most_chunks(call: Call) -> int:
