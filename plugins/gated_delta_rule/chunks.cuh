@@ -131,6 +131,12 @@ __device__ __forceinline__ ChunkRows load_chunk_rows(const ChunkRows* from) {
   return {words.x, words.y, words.z, 0};
 }
 
+// Eight values that nothing reads again: they are the first to leave the L2 cache.
+__device__ __forceinline__ Packed<ACTIVATION, 8> load_once(const ACTIVATION* from) {
+  const uint4 words = __ldcs(reinterpret_cast<const uint4*>(from));
+  return {{words.x, words.y, words.z, words.w}};
+}
+
 // A tile from the sums of two products side by side.
 __device__ __forceinline__ Tile pack_tile(const float (*sums)[4]) {
   return {pack_fp16(sums[0][0], sums[0][1]), pack_fp16(sums[0][2], sums[0][3]), pack_fp16(sums[1][0], sums[1][1]),

@@ -49,7 +49,7 @@ finish(const ACTIVATION* qkvz, const ACTIVATION* norm_weight, const ChunkRows* c
       if (first + by < rows.from || first + by >= rows.to) continue;
       const uint4 loaded = __ldcg(reinterpret_cast<const uint4*>(row + by * VALUE_WIDTH + found));
       words[i][0] = loaded.x, words[i][1] = loaded.y, words[i][2] = loaded.z, words[i][3] = loaded.w;
-      gates[i] = load_packed<8>(z + by * (CONV_WIDTH + VALUE_WIDTH));
+      gates[i] = load_once(z + by * (CONV_WIDTH + VALUE_WIDTH));
 #pragma unroll
       for (int j = 0; j < SLICES; ++j) rms[i][j] = __ldcg(norms_here + j * ROWS + by);
     }
@@ -72,7 +72,9 @@ finish(const ACTIVATION* qkvz, const ACTIVATION* norm_weight, const ChunkRows* c
         const float gate = gates[i][j];
         values[j] = (j % 2 ? pair.y : pair.x) * scale * weights[j] * (SILU_GATE ? silu(gate) : sigmoid(gate));
       }
-      store_packed(row + by * VALUE_WIDTH + column, pack<ACTIVATION>(values));
+      const auto packed = pack<ACTIVATION>(values);
+      __stcs(reinterpret_cast<uint4*>(row + by * VALUE_WIDTH + column),
+             make_uint4(packed.words[0], packed.words[1], packed.words[2], packed.words[3]));
     }
   }
   // As in `prepare`: this launch must not end before the one in front of it.

@@ -39,8 +39,8 @@ __device__ __forceinline__ void load_rows(Shared& shared, const LongSequence& se
 #pragma unroll
   for (int i = 0; i < LOADS; ++i)
     if (sequence.is_new(first_row + first + i * ROWS_AT_ONCE)) {
-      loaded[0][i] = load_packed<8>(from + i * ROWS_AT_ONCE * CONV_WIDTH + KEY_WIDTH);
-      loaded[1][i] = load_packed<8>(from + i * ROWS_AT_ONCE * CONV_WIDTH);
+      loaded[0][i] = load_once(from + i * ROWS_AT_ONCE * CONV_WIDTH + KEY_WIDTH);
+      loaded[1][i] = load_once(from + i * ROWS_AT_ONCE * CONV_WIDTH);
     }
   if (first_row + first < sequence.pending)
     loaded[0][0] = load_packed<8>(operands.draft_rows + sequence.draft(first_row + first) + key_head * KEY_DIM + place);
@@ -212,50 +212,68 @@ __device__ __forceinline__ void solve_row(const Shared& shared, int repeat, int 
   }
 }
 
+// Brings the rows of a unit that is yet to come near, if they are of the same sequence.
+__device__ __forceinline__ void prefetch_rows(const LongSequence& sequence, int first_row, int key_head,
+                                              const Operands& operands) {
+  constexpr int LINE = 64, LINES = ceil_div(KEY_DIM, LINE);  // of 128 bytes
+  const int row = first_row + threadIdx.x / (2 * LINES);
+  if (threadIdx.x >= 2 * LINES * ROWS || !sequence.is_new(row)) return;
+  const ACTIVATION* from = operands.conv_out + sequence.token(row) * CONV_WIDTH + key_head * KEY_DIM;
+  prefetch_l2(from + threadIdx.x % 2 * KEY_WIDTH + threadIdx.x / 2 % LINES * LINE);
+}
+
+// A chunk of a key head, from the product of its rows on.
+__device__ __forceinline__ void prepare_tiles(Shared& shared, int place, int key_head, const Prepared& prepared) {
+  const int warp = threadIdx.x / WARP, i = warp < 1 ? 0 : warp < 3 ? 1 : warp < 6 ? 2 : 3;
+  multiply_tile(shared, i, warp - triangle(i, 0), place, key_head, prepared);
+  __syncthreads();
+  for (int task = threadIdx.x; task < REPEATS * ROWS; task += BLOCK) {
+    const int repeat = task / ROWS, tile = task / TILE % ROW_TILES, column = task % TILE;
+    invert_column(shared.diagonal[repeat][tile], column, shared.inverse[repeat][tile][column]);
+  }
+  __syncthreads();
+  for (int task = warp; task < REPEATS * ROW_TILES; task += WARPS) {
+    const int repeat = task % REPEATS, head = key_head * REPEATS + repeat;
+    solve_row(shared, repeat, ROW_TILES - 1 - task / REPEATS, prepared.solve + prepared.triangle_of(place, head));
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK, MIN_BLOCKS)
 prepare(const ACTIVATION* conv_out, const ACTIVATION* ba, const ACTIVATION* A_log, const ACTIVATION* dt_bias,
         const ACTIVATION* draft_rows, const int* committed_len, const int* query_start_loc, const int* seq_lens,
         const int* slot_ids, const int* num_seqs, uint16* keys, Tile* queries, Pairs* solve, Tile* scores, float* decays,
-        ChunkRows* chunks, int batch_size, int from_chunk) {
+        ChunkRows* chunks, int batch_size, int from_chunk, int units) {
   DYNAMIC_SHARED(Shared, memory);
   Shared& shared = *memory;
   start_next();
-  const int key_head = blockIdx.x, place = blockIdx.y, chunk = from_chunk + place, warp = threadIdx.x / WARP;
   const Batch batch = {query_start_loc, seq_lens, slot_ids, num_seqs, committed_len, batch_size};
   const Operands operands = {conv_out, ba, A_log, dt_bias, draft_rows};
   const Prepared prepared = {keys, queries, solve, scores, decays};
-  LongSequence sequence = {};
-  const bool exists = locate_chunks(chunk, chunk + 1, 0, batch, sequence);
-  const int first_row = (chunk - sequence.first) * ROWS;
-  if (key_head == 0 && threadIdx.x == 0)
-    chunks[chunk] = {int(sequence.token(first_row)), sequence.pending - first_row, exists ? sequence.rows() - first_row : 0, 0};
-  if (exists) {
-    if (first_row < sequence.rows()) {
-      if (warp < LOADING_WARPS) {
-        load_rows(shared, sequence, first_row, key_head, operands, prepared.keys_of(place, key_head));
-      } else {
-        const GateRows rows(sequence, first_row, operands);
+#pragma unroll 1
+  for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    const int place = unit / K_HEADS, key_head = unit % K_HEADS, chunk = from_chunk + place, warp = threadIdx.x / WARP;
+    LongSequence sequence = {};
+    const bool exists = locate_chunks(chunk, chunk + 1, 0, batch, sequence);
+    const int first_row = (chunk - sequence.first) * ROWS, rows = exists ? sequence.rows() - first_row : 0;
+    if (key_head == 0 && threadIdx.x == 0)
+      chunks[chunk] = {int(sequence.token(first_row)), sequence.pending - first_row, rows, 0};
+    if (rows <= 0) continue;
+    const int next = unit + gridDim.x;
+    if (next < units) prefetch_rows(sequence, first_row + (next / K_HEADS - place) * ROWS, next % K_HEADS, operands);
+    if (warp < LOADING_WARPS) {
+      load_rows(shared, sequence, first_row, key_head, operands, prepared.keys_of(place, key_head));
+    } else {
+      const GateRows gate_rows(sequence, first_row, operands);
 #pragma unroll
-        for (int first = 0; first < REPEATS; first += GATE_WARPS) {
-          const int repeat = first + warp - LOADING_WARPS, head = key_head * REPEATS + repeat;
-          if (repeat < REPEATS) store_gates(shared, rows, repeat, head, operands, prepared.decays_of(place, head));
-        }
-      }
-      __syncthreads();
-      const int i = warp < 1 ? 0 : warp < 3 ? 1 : warp < 6 ? 2 : 3;
-      multiply_tile(shared, i, warp - triangle(i, 0), place, key_head, prepared);
-      __syncthreads();
-      for (int task = threadIdx.x; task < REPEATS * ROWS; task += BLOCK) {
-        const int repeat = task / ROWS, tile = task / TILE % ROW_TILES, column = task % TILE;
-        invert_column(shared.diagonal[repeat][tile], column, shared.inverse[repeat][tile][column]);
-      }
-      __syncthreads();
-      for (int task = warp; task < REPEATS * ROW_TILES; task += WARPS) {
-        const int repeat = task % REPEATS, head = key_head * REPEATS + repeat;
-        solve_row(shared, repeat, ROW_TILES - 1 - task / REPEATS, prepared.solve + prepared.triangle_of(place, head));
+      for (int first = 0; first < REPEATS; first += GATE_WARPS) {
+        const int repeat = first + warp - LOADING_WARPS, head = key_head * REPEATS + repeat;
+        if (repeat < REPEATS) store_gates(shared, gate_rows, repeat, head, operands, prepared.decays_of(place, head));
       }
     }
+    __syncthreads();
+    prepare_tiles(shared, place, key_head, prepared);
+    __syncthreads();
   }
   // The launch must not end before those in front of it, which the next scan has to wait for as well: a block sees to that.
-  if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_previous();
+  if (blockIdx.x == 0) wait_for_previous();
 }
