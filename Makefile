@@ -9,8 +9,8 @@ TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The suite runs two processes side by side; each keeps to one core, and a file to one process: its tests share what is
-# built for them.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# built for them. The files that take longest come first.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo test test-all gpu lint golden bench bench-gpu clean
 

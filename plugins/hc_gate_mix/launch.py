@@ -17,6 +17,8 @@ _BLOCKS_PER_SM = 2
 _MORE_THAN_FEW, _MANY_STREAMS, _MANY_MAX_RANK = 33, 4, 320
 """Tokens from which on, and shapes for which, the kernel for many tokens is taken."""
 _MANY_COLUMNS, _MANY_WARPS, _MANY_STAGE, _MANY_STAGES = 64, 8, 16, 4
+_MOST_TOKEN_BLOCKS, _START_COST = 16, 4
+"""Blocks along the tokens, and what it costs one to load its weights, in stages."""
 _ANY_WARPS = 8
 
 
@@ -97,12 +99,17 @@ def many_fits(tokens: int, hidden: int, streams: int, rank: int) -> bool:
 
 
 def _many_tokens(call: Call, mix: GatedMix) -> Launch:
-    stages = -(-mix.hidden // _MANY_COLUMNS) * -(-mix.tokens // _MANY_STAGE)
+    columns, stages = -(-mix.hidden // _MANY_COLUMNS), -(-mix.tokens // _MANY_STAGE)
+
+    def time(blocks: int) -> int:
+        """In stages, of so many blocks along the tokens."""
+        return -(-columns * blocks // call.num_sms) * (-(-stages // blocks) + _START_COST)
+
     stage_bytes = 2 * _MANY_STAGE * (mix.rank + mix.streams * (_MANY_COLUMNS + 2))
     entry = "hc_gate_mix_many_scaled_tokens" if mix.factors else "hc_gate_mix_many_tokens"
     return Launch(
         Kernel("hc_gate_mix/many_tokens.cu", entry, mix.defines),
-        grid=(min(stages, call.num_sms), 1, 1),
+        grid=(columns, min(range(1, min(stages, _MOST_TOKEN_BLOCKS) + 1), key=time), 1),
         threads=_MANY_WARPS * 32,
         args=(mix.lowrank, mix.up_weight, mix.normed, *mix.factors, mix.mixed, mix.tokens),
         shared_bytes=_MANY_STAGES * stage_bytes,

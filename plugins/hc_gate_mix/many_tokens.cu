@@ -32,35 +32,35 @@ struct Copies {
   int lowrank_to[LOWRANK_ITEMS], normed_to, token;
   bool has_columns;
 
-  __device__ __forceinline__ Copies(const bf16* lowrank_rows, const bf16* normed_rows, const float* scale_rows,
-                                    int first_column)
+  __device__ __forceinline__ Copies(const bf16* lowrank_rows, const bf16* normed_rows, const float* scale_rows)
       : scales(scale_rows) {
 #pragma unroll
     for (int i = 0; i < LOWRANK_ITEMS; ++i) {
       const int item = i * THREADS + threadIdx.x, row = item / LOWRANK_VECTORS, vector = item % LOWRANK_VECTORS;
       lowrank_to[i] = row * RANK + chunk_of(vector / 4, row) * CHUNK + vector % 4 * 8;
     }
-    const int column = first_column + threadIdx.x % COLUMN_VECTORS * 8, row = threadIdx.x / COLUMN_VECTORS;
+    const int place = threadIdx.x % COLUMN_VECTORS * 8, column = blockIdx.x * BLOCK_COLUMNS + place;
+    const int row = threadIdx.x / COLUMN_VECTORS;
     token = row / STREAMS, has_columns = column < HIDDEN;
     normed_to = STAGE * RANK + token * NORMED_STRIDE + row % STREAMS * BLOCK_COLUMNS +
                 vector_of(threadIdx.x % COLUMN_VECTORS, token) * 8;
     lowrank = lowrank_rows + threadIdx.x * 8, normed = normed_rows + int64(row) * HIDDEN + column;
   }
   template <bool IS_SCALED>
-  __device__ __forceinline__ void copy(bf16* stage, int first, int tokens) const {
-    const int left = min(tokens - first, STAGE);
-    const bf16* from = lowrank + int64(first) * RANK;
+  __device__ __forceinline__ void copy(bf16* stage, int64 first, int tokens) const {
+    const int left = tokens - first < STAGE ? int(tokens - first) : STAGE;
+    const bf16* from = lowrank + first * RANK;
 #pragma unroll
     for (int i = 0; i < LOWRANK_ITEMS; ++i)
       if (i * THREADS + int(threadIdx.x) < left * LOWRANK_VECTORS)
         copy_async_16(stage + lowrank_to[i], from + i * THREADS * 8);
-    from = normed + int64(first) * (STREAMS * HIDDEN);
+    from = normed + first * (STREAMS * HIDDEN);
 #pragma unroll
     for (int i = 0; i < STAGE / TOKENS; ++i)
       if (has_columns && i * TOKENS + token < left)
         copy_async_16(stage + normed_to + i * TOKENS * NORMED_STRIDE, from + i * ROWS * HIDDEN);
     if (IS_SCALED && int(threadIdx.x) < left)
-      copy_async_16(scales_of(stage) + threadIdx.x * STREAMS, scales + int64(first + threadIdx.x) * STREAMS);
+      copy_async_16(scales_of(stage) + threadIdx.x * STREAMS, scales + (first + threadIdx.x) * STREAMS);
   }
 };
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void multiply(const uint4 (&weights)[STREAMS][CHUNKS]
 }
 
 // The sum over the streams of sigmoid(gate) * value, gates rounded, values at `values` in shared memory, with IS_SCALED
-// times `scales`. Half of it is the sum of values, the other half that of tanh(gate / 2) * value.
+// times `scales` and rounded again. Half of it is the sum of values, the other half that of tanh(gate / 2) * value.
 template <bool IS_SCALED>
 __device__ __forceinline__ float gated_sum(const float (&sums)[2][4], int token, const bf16* values,
                                            const float (&scales)[STREAMS]) {
@@ -110,7 +110,10 @@ __device__ __forceinline__ float gated_sum(const float (&sums)[2][4], int token,
   for (int m = 0; m < 2; ++m) {
     const uint32 halves = multiply_bf16(pack_bf16(sums[m][token], sums[m][2 + token]), 0x3f003f00u);  // of the gates
     float low = to_float(values[2 * m * BLOCK_COLUMNS]), high = to_float(values[(2 * m + 1) * BLOCK_COLUMNS]);
-    if (IS_SCALED) low *= scales[2 * m], high *= scales[2 * m + 1];
+    if (IS_SCALED) {
+      const uint32 pair = pack_bf16(low * scales[2 * m], high * scales[2 * m + 1]);
+      low = low_bf16(pair), high = high_bf16(pair);
+    }
     twice += low + tanh_approx(low_bf16(halves)) * low;
     twice += high + tanh_approx(high_bf16(halves)) * high;
   }
@@ -120,8 +123,9 @@ __device__ __forceinline__ float gated_sum(const float (&sums)[2][4], int token,
 // Mixes a stage that starts with token `first` and stores it. `gains` are the lane's column's of all streams.
 template <bool IS_SCALED>
 __device__ __forceinline__ void mix_stage(const float (&sums)[2][2][4], bf16* stage, const float* gains, bf16* mixed,
-                                          int column, int first, int tokens) {
-  const int group = threadIdx.x % WARP / 4, part = threadIdx.x % 4, place = threadIdx.x / WARP * TILE + group;
+                                          int64 first, int tokens) {
+  const int group = threadIdx.x % WARP / 4, part = threadIdx.x % 4;
+  const int place = threadIdx.x / WARP * TILE + group, column = blockIdx.x * BLOCK_COLUMNS + place;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const int token = n * TILE + part * 2;
@@ -142,73 +146,59 @@ __device__ __forceinline__ void mix_stage(const float (&sums)[2][2][4], bf16* st
     const float own = is_odd ? results[1] : results[0];
     const float other = __shfl_xor_sync(FULL_MASK, is_odd ? results[0] : results[1], 4);
     const float low = is_odd ? other : own, high = is_odd ? own : other;
-    const int row = first + token + is_odd;
+    const int64 row = first + token + is_odd;
     if (row < tokens && column < HIDDEN)
-      *reinterpret_cast<uint32*>(mixed + int64(row) * HIDDEN + column - is_odd) = pack_bf16(low / STREAMS, high / STREAMS);
+      *reinterpret_cast<uint32*>(mixed + row * HIDDEN + column - is_odd) = pack_bf16(low / STREAMS, high / STREAMS);
   }
 }
 
-__device__ __forceinline__ void load_weights(uint4 (&weights)[STREAMS][CHUNKS], const bf16* up_weight, int column) {
-  const bf16* from = up_weight + min(column, HIDDEN - 1) * RANK + threadIdx.x % 4 * 8;
-#pragma unroll
-  for (int stream = 0; stream < STREAMS; ++stream)
-#pragma unroll
-    for (int i = 0; i < CHUNKS; ++i)
-      weights[stream][i] = load_streaming(from + int64(stream) * HIDDEN * RANK + i * CHUNK);
-}
-
 // With IS_SCALED `normed` are streams without norm: each counts times its `scales` `[tokens, STREAMS]` and `gain`.
-// The blocks share the stages of all columns: each has the same number of stages in a row, of one or several columns.
 template <bool IS_SCALED>
 __device__ __forceinline__ void mix_many_tokens(const bf16* lowrank, const bf16* up_weight, const bf16* normed,
                                                 const float* scales, const float* gain, bf16* mixed, int tokens) {
   DYNAMIC_SHARED(bf16, stages);  // [STAGES, STAGE_ELEMENTS]
   __shared__ float gains[STREAMS * BLOCK_COLUMNS];
   const int warp = threadIdx.x / WARP, group = threadIdx.x % WARP / 4, part = threadIdx.x % 4;
-  const int place = warp * TILE + group, column_stages = (tokens - 1) / STAGE + 1;
-  const int64 items = int64(ceil_div(HIDDEN, BLOCK_COLUMNS)) * column_stages;
-  int item = int(items * blockIdx.x / gridDim.x);
-  const int end = int(items * (blockIdx.x + 1) / gridDim.x);
-  const bool is_late = warp >= WARPS / 2;  // a multiprocessor's scheduler has one warp of each half
+  const int place = warp * TILE + group, column = min(int(blockIdx.x) * BLOCK_COLUMNS + place, HIDDEN - 1);
   uint4 weights[STREAMS][CHUNKS];
-  load_weights(weights, up_weight, item / column_stages * BLOCK_COLUMNS + place);
+#pragma unroll
+  for (int stream = 0; stream < STREAMS; ++stream)
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+      weights[stream][i] = load_streaming(up_weight + (int64(stream) * HIDDEN + column) * RANK + i * CHUNK + part * 8);
+  // A lane keeps the gain of its column and of the stream that is its part: there are four of both.
+  if (IS_SCALED) gains[part * BLOCK_COLUMNS + place] = gain[part * HIDDEN + column];
   wait_for_previous();
   start_next();
-  while (item < end) {
-    const int first_column = item / column_stages * BLOCK_COLUMNS, column = first_column + place;
-    const int begin = item % column_stages, count = min(end - item, column_stages - begin);
-    // A lane keeps the gain of its column and of the stream that is its part: there are four of both.
-    if (IS_SCALED) gains[part * BLOCK_COLUMNS + place] = gain[part * HIDDEN + min(column, HIDDEN - 1)];
-    const Copies copies(lowrank, normed, scales, first_column);
-    int first = begin * STAGE;
+  const int64 hop = int64(gridDim.y) * STAGE;
+  int64 first = int64(blockIdx.y) * STAGE;
+  const Copies copies(lowrank, normed, scales);
 #pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      if (s < count) copies.copy<IS_SCALED>(stages + s * STAGE_ELEMENTS, first + s * STAGE, tokens);
-      commit_copies();
-    }
-    float sums[2][2][4];
-    for (int s = 0; s < count; ++s, first += STAGE) {
-      wait_copies<1>();
-      __syncthreads();  // also: everyone is done with the stage that is filled next
-      bf16 *stage = stages + s % STAGES * STAGE_ELEMENTS, *before = stages + (s + STAGES - 1) % STAGES * STAGE_ELEMENTS;
-      if (!is_late) multiply(weights, stage, sums);
-      if (s + 2 < count)
-        copies.copy<IS_SCALED>(stages + (s + 2) % STAGES * STAGE_ELEMENTS, first + 2 * STAGE, tokens);
-      commit_copies();
-      if (!is_late)
-        mix_stage<IS_SCALED>(sums, stage, gains + place, mixed, column, first, tokens);
-      else if (s > 0)
-        mix_stage<IS_SCALED>(sums, before, gains + place, mixed, column, first - STAGE, tokens);
-      if (is_late) multiply(weights, stage, sums);
-    }
-    if (is_late)
-      mix_stage<IS_SCALED>(sums, stages + (count - 1) % STAGES * STAGE_ELEMENTS, gains + place, mixed, column,
-                           first - STAGE, tokens);
-    item += count;
-    if (item >= end) break;
-    load_weights(weights, up_weight, first_column + BLOCK_COLUMNS + place);
-    __syncthreads();  // everyone is done with the stages and gains
+  for (int s = 0; s < 2; ++s) {
+    if (first + s * hop < tokens) copies.copy<IS_SCALED>(stages + s * STAGE_ELEMENTS, first + s * hop, tokens);
+    commit_copies();
   }
+  const bool is_late = warp >= WARPS / 2;  // a multiprocessor's scheduler has one warp of each half
+  float sums[2][2][4];
+  int now = 0;
+  for (; first < tokens; first += hop, now = (now + 1) % STAGES) {
+    wait_copies<1>();
+    __syncthreads();  // also: everyone is done with the stage that is filled next
+    bf16* stage = stages + now * STAGE_ELEMENTS;
+    if (!is_late) multiply(weights, stage, sums);
+    if (first + 2 * hop < tokens)
+      copies.copy<IS_SCALED>(stages + (now + 2) % STAGES * STAGE_ELEMENTS, first + 2 * hop, tokens);
+    commit_copies();
+    if (!is_late)
+      mix_stage<IS_SCALED>(sums, stage, gains + place, mixed, first, tokens);
+    else if (first >= hop)
+      mix_stage<IS_SCALED>(sums, stages + (now + STAGES - 1) % STAGES * STAGE_ELEMENTS, gains + place, mixed, first - hop,
+                           tokens);
+    if (is_late) multiply(weights, stage, sums);
+  }
+  if (is_late && first >= hop)
+    mix_stage<IS_SCALED>(sums, stages + (now + STAGES - 1) % STAGES * STAGE_ELEMENTS, gains + place, mixed, first - hop,
+                         tokens);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -86,7 +86,7 @@ def test_every_plugin_has_kernels() -> None:
 
 def test_compiled_kernels_are_found_by_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {num_sms: [*released_kernels(num_sms)][:2] for num_sms in (48, 132)}
-    monkeypatch.setattr(kernels_module, "kernels_of", lambda program, limits, num_sms: few[num_sms])
+    monkeypatch.setattr(kernels_module, "kernels_of", lambda program, limits, num_sms, capability: few[num_sms])
     program = released_programs()[0]
     files = compile_kernels(program, LIMITS, ["sm121", "sm90"])
     wanted = {f"{cubin_key(kernel, arch)}.cubin" for kernel in few[48] for arch in (GB10, "sm_90")}
