@@ -93,6 +93,7 @@ __device__ __forceinline__ void project_many_tokens(const bf16* normed, const bf
   const int first_row = blockIdx.y * BLOCK_ROWS;
   const RowCopies<BLOCK_ROWS> row_copies(weight, first_row, ROWS);
   const RowCopies<BLOCK_TOKENS> token_copies(normed, first_token, tokens);
+  if (IS_SCALED) wait_for_previous();  // the kernel before this one scaled the weight
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s)
     if (begin + s < end) row_copies.copy(stages + s * STAGE_VECTORS + BLOCK_TOKENS * VECTORS, begin + s);
