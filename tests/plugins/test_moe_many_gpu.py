@@ -13,8 +13,7 @@ from qwen4exp_trt.plugins.sample_experts import MoeSizes
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("tokens", [256, 700, 2048])
-@pytest.mark.parametrize("op", MOE_OPS)
+@pytest.mark.parametrize("op,tokens", [*((op, 700) for op in MOE_OPS), ("nvfp4_moe", 2100), ("fp8_routed_moe", 1300)])
 def test_released_sizes(op: str, tokens: int) -> None:
     check_on_gpu(op, released_weights(op) | released_batch(tokens, padding_rows=5, seed=tokens), tokens)
 
