@@ -136,8 +136,8 @@ def _prepare(call: Call, turn: _Turn) -> Launch:
     names = ("conv_out", "ba", "A_log", "dt_bias", "draft_rows", "committed_len", *_BATCH)
     # A multiprocessor of a GB10 has shared memory for two blocks, which may have more registers then.
     together = 3 if call.num_sms > 100 else 2
-    # Behind the first turn a scan leaves some multiprocessors free. If all blocks begin at once, so does the launch behind
-    # this one, which finds room beside the scan.
+    # Behind the first turn a scan leaves some multiprocessors free. If all blocks begin at once, so does the launch
+    # behind this one, which finds room beside the scan.
     free = call.num_sms - _scan_blocks(call, turn)
     sms = free if turn.first > 0 and free > 0 else call.num_sms
     units = k_heads * turn.chunks
