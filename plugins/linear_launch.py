@@ -64,110 +64,69 @@ def _any_shape(x: Tokens, weight: Weight, out: TensorRef) -> Launch:
 
 # --- few tokens -----------------------------------------------------------------------------------------------------
 
-MOST_SLOTS = 10
-"""Steps of a warp that are on their way at once, a KiB each."""
+FEW_WARPS = 8
+MOST_SLOTS = 6
+"""Steps of a warp that are on their way at once: each 16 bytes of one or two rows for every lane."""
 MOST_STAGED_BYTES = 56 * 1024
 """Of the tokens that a block keeps in shared memory."""
-MOST_PARTS, MOST_ROWS_IN_PARTS, MOST_PART_TILES = 16, 8192, 1024
-SCHEDULERS = 4
-"""Of a multiprocessor, which share its warps. Costs are in steps of a warp, of which a scheduler does one at a time."""
-COST_OF_PARTS, COST_OF_A_PART = 10, 0.5
-"""Of K in parts: the last block of a tile waits for the others and adds."""
-COST_OF_A_ROUND, COST_OF_BEING_ALONE = 4, 1.2
-STAGED_BYTES_PER_STEP = 16 * 1024
-LEAST_SLOTS, ENOUGH_SLOTS, ENOUGH_SLOTS_OF_ROUNDS = 16, 20, 64
-"""On their way to a multiprocessor; with fewer it waits for memory. In a single round, more are before the tokens."""
-WARPS_OF_A_TILE = (
-    *((1, 8, 1), (1, 10, 1), (2, 8, 1), (2, 20, 1), (4, 8, 1), (4, 12, 1), (8, 8, 1)),
-    *((1, 8, 2), (2, 8, 2), (4, 8, 2), (8, 8, 2)),
-)
-"""Of a tile and of a block, and blocks of a multiprocessor. One, if it has a single round: there is room for the next
-kernel's beside it, whose weights come early."""
-MOST_WARPS_OF_SEGMENTS = 12
-"""With more, a multiprocessor has not the registers for two blocks that go through segments or rounds."""
+MOST_PARTS, MOST_ROWS_IN_PARTS = 16, 8192
+COST_OF_PARTS, COST_OF_A_PART = 64 * 1024, 4 * 1024
+"""Of K in parts: bytes that a multiprocessor reads while the last block of a tile waits for the others and adds up."""
+COST_OF_HALVES = 1.15
+"""Of tiles of 8 rows beside those of 16."""
 
 
 @dataclass(frozen=True)
 class Split:
     """How a product is shared.
 
-    K is in ``parts`` for different blocks of ``warps``, each part for ``k_warps`` warps of a tile. A warp's step is
-    ``chunks`` steps of K of 16 / ``chunks`` rows. It takes ``segments`` times ``depth`` of them, of which ``depth`` are
-    on their way at once. A multiprocessor has ``blocks_per_sm``.
+    K is in ``parts`` for different blocks, each part for ``k_warps`` warps of a tile of 8 * ``halves`` rows. A warp
+    takes ``segments`` times ``depth`` steps, of which ``depth`` are on their way at once.
     """
 
     parts: int
     segments: int
     depth: int
-    k_warps: int
-    chunks: int
-    warps: int
-    blocks_per_sm: int = 1
-
-    @property
-    def tile_rows(self) -> int:
-        return 16 // self.chunks
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles that a block works on side by side."""
-        return self.warps // self.k_warps
+    k_warps: int = 4
+    halves: int = 2
 
     @property
     def steps(self) -> int:
-        """Steps of the format in a part; some may lie beyond K."""
-        return self.k_warps * self.chunks * self.segments * self.depth
+        """Of a part; some may lie beyond K."""
+        return self.k_warps * self.segments * self.depth
 
-    def blocks(self, num_sms: int) -> int:
-        """Of a part."""
-        return max(self.blocks_per_sm * num_sms // self.parts, 1)
-
-    def shared_bytes(self, tokens: int, columns: int, form: WeightFormat, places: int) -> tuple[int, int]:
+    def shared_bytes(self, tokens: int, columns: int, form: WeightFormat) -> tuple[int, int]:
         """Dynamic and static shared memory."""
-        slots = 1024 * self.warps * self.depth
-        scales = places * self.row_tiles * form.tile_scale_bytes(self.tile_rows, self.steps * form.step)
-        steps = min(self.steps, _round_up(ceil_div(columns, form.step), self.chunks)) // self.chunks
-        sums = places * self.row_tiles * tokens * self.tile_rows * (self.k_warps * self.chunks | 1)
-        return slots + scales + _staged_bytes(steps, tokens * self.chunks, form), 4 * sums + 1024
+        slots = FEW_WARPS * self.depth * 512 * self.halves
+        scales = 2 * FEW_WARPS // self.k_warps * form.tile_scale_bytes(8 * self.halves, self.steps * form.step)
+        staged = _staged_bytes(min(self.steps, ceil_div(columns, form.step)), tokens, form)
+        return slots + scales + staged, 2 * 4 * FEW_WARPS * tokens * (8 * self.halves + 4) + 1024
 
 
 def split_product(tokens: int, rows: int, columns: int, form: WeightFormat, num_sms: int) -> Split | None:
     """The split in which the busiest multiprocessor has the least to do, or None; ``tokens`` are 1, 2, 4 or 8."""
 
     def cost(split: Split) -> float:
-        tiles = ceil_div(ceil_div(rows, split.tile_rows), split.blocks(num_sms))
-        busiest = ceil_div(split.blocks_per_sm * tiles * split.k_warps, SCHEDULERS) * split.segments * split.depth
-        rounds = ceil_div(tiles, split.row_tiles)
-        enough = ENOUGH_SLOTS if rounds == 1 else ENOUGH_SLOTS_OF_ROUNDS
-        waits = max(1, enough / (split.blocks_per_sm * split.warps * split.depth)) ** 0.25
+        busiest = ceil_div(split.parts * ceil_div(rows, 8 * split.halves), num_sms)
+        num_bytes = busiest * 8 * split.halves * columns / split.parts * form.step_bytes / form.step
         in_parts = COST_OF_PARTS + split.parts * COST_OF_A_PART if split.parts > 1 else 0
-        staged = tokens * split.steps * form.step * 2 / STAGED_BYTES_PER_STEP
-        alone = COST_OF_BEING_ALONE if split.blocks_per_sm > 1 else 1
-        return (busiest * waits + rounds * COST_OF_A_ROUND + staged + in_parts) * alone
+        waits = 1 + 0.5 / split.depth
+        return num_bytes * waits * (COST_OF_HALVES if split.halves == 1 else 1) + in_parts
 
-    def splits(parts: int, k_warps: int, chunks: int, warps: int, blocks_per_sm: int) -> Iterator[Split]:
-        of_warp = ceil_div(ceil_div(columns, form.step), parts * k_warps * chunks)
-        for depth in range(1, min(of_warp, MOST_SLOTS) + 1):
-            split = Split(parts, ceil_div(of_warp, depth), depth, k_warps, chunks, warps, blocks_per_sm)
-            tiles = ceil_div(ceil_div(rows, split.tile_rows), split.blocks(num_sms))
-            if blocks_per_sm == 1 and (parts > 1 or tiles > split.row_tiles):
-                continue  # it would be alone for long
-            if split.segments > 1 and (warps > MOST_WARPS_OF_SEGMENTS or warps * depth < LEAST_SLOTS):
-                continue
-            if parts > 1 and tiles > MOST_PART_TILES:
-                continue
-            if sum(split.shared_bytes(tokens, columns, form, 2)) <= MAX_SHARED_BYTES:
-                yield split
+    def deepest(parts: int, k_warps: int, halves: int) -> Iterator[Split]:
+        of_warp = ceil_div(ceil_div(columns, form.step), parts * k_warps)
+        splits = [Split(parts, ceil_div(of_warp, depth), depth, k_warps, halves) for depth in range(1, MOST_SLOTS + 1)]
+        splits = [split for split in splits if sum(split.shared_bytes(tokens, columns, form)) <= MAX_SHARED_BYTES]
+        if splits:
+            yield min(splits, key=lambda split: split.segments * (split.depth + 0.5))
 
-    possible = [
+    splits = [
         split
         for parts in _numbers_of_parts(tokens, rows, columns, form)
-        for chunks in (8, 4, 2, 1)
-        for k_warps, warps, blocks_per_sm in WARPS_OF_A_TILE
-        if tokens * chunks <= 8 and (parts == 1 or k_warps * chunks >= 4)
-        for split in splits(parts, k_warps, chunks, warps, blocks_per_sm)
+        for k_warps, halves in ((4, 2), (8, 1))
+        for split in deepest(parts, k_warps, halves)
     ]
-    return min(possible, key=cost, default=None)
+    return min(splits, key=cost, default=None)
 
 
 def _numbers_of_parts(tokens: int, rows: int, columns: int, form: WeightFormat) -> range:
@@ -183,27 +142,23 @@ def _few_tokens(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> Launch
     split = split_product(tokens, weight.rows, weight.columns, form, call.num_sms)
     if split is None:
         return None
-    tiles = ceil_div(weight.rows, split.tile_rows)
-    blocks = min(tiles, split.blocks(call.num_sms))
-    one_round = tiles <= blocks * split.row_tiles
+    blocks_per_sm = 3 if split.halves == 1 and tokens == 1 and form == NVFP4 else 2
     sizes = {
         "TOKENS": tokens,
         "SEGMENTS": split.segments,
         "DEPTH": split.depth,
-        "WARPS": split.warps,
         "K_WARPS": split.k_warps,
-        "CHUNKS": split.chunks,
-        "PARTS": split.parts,
+        "TILE_HALVES": split.halves,
         "IS_WHOLE": int(split.parts * split.steps == ceil_div(weight.columns, form.step)),
-        "ONE_ROUND": int(one_round),
-        "BLOCKS_PER_SM": 2 if split.warps <= MOST_WARPS_OF_SEGMENTS or one_round else 1,
+        "BLOCKS_PER_SM": blocks_per_sm,
     }
+    blocks = ceil_div(weight.rows, 8 * split.halves * FEW_WARPS // split.k_warps)
     return Launch(
         Kernel("linear/few_tokens.cu", "few_tokens", product_defines(weight, out, **sizes)),
-        grid=(blocks, split.parts, 1),
-        threads=split.warps * WARP,
+        grid=(min(blocks, max(blocks_per_sm * call.num_sms // split.parts, 1)), split.parts, 1),
+        threads=FEW_WARPS * WARP,
         args=_product_args(call, x, weight, out),
-        shared_bytes=split.shared_bytes(tokens, weight.columns, form, 1 if one_round else 2)[0],
+        shared_bytes=split.shared_bytes(tokens, weight.columns, form)[0],
     )
 
 
@@ -215,10 +170,6 @@ def _product_args(call: Call, x: Tokens, weight: Weight, out: TensorRef) -> tupl
 
 def _power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
-
-
-def _round_up(a: int, b: int) -> int:
-    return ceil_div(a, b) * b
 
 
 # --- many tokens ----------------------------------------------------------------------------------------------------

@@ -25,6 +25,11 @@ class WeightFormat:
     multiple: int
     most_tokens: int
 
+    @property
+    def step_bytes(self) -> float:
+        """Bytes of a row in a step."""
+        return 64 + (8 if self.name == "Nvfp4" else 0)
+
     def tile_scale_bytes(self, rows: int, columns: int) -> int:
         """Shared memory for the block scales of a tile."""
         if self.name == "Nvfp4":

@@ -15,10 +15,9 @@
 //   SLOT_BYTES, copy, read the same by way of shared memory: `copy` starts to fill a warp's slot, `read` is behind
 //                          `wait_copies` and a barrier of the warp
 //   copy_values, copy_scales, read_tile
-//                          and with the block scales of a whole tile, ROWS rows by COLUMNS, in one place of
-//                          `scale_bytes`, which THREADS threads start to fill together: fewer and larger requests.
-//                          A fragment may have NUM_CHUNKS steps of each of 16 / NUM_CHUNKS rows instead of one of 16 rows: its
-//                          row i is then step i % NUM_CHUNKS of row i / NUM_CHUNKS, and `step` the first of them.
+//                          and with the block scales of a whole tile, 8 * HALVES rows by COLUMNS, in one place of
+//                          `scale_bytes`, which THREADS threads start to fill together: fewer and larger requests
+//                          With HALVES = 1 all of these know the rows `low` only, and the others count as zero.
 //   arrange                8 activations as the B operands of those
 //   place                  where `arrange` puts element 0 <= i < 8
 //   value                  one element, without UNIT
@@ -32,13 +31,15 @@ __device__ __forceinline__ uint4 load_weight(const uint8* from, bool valid) {
 
 constexpr int CODE_BYTES = 1024;  // of a slot: 16 bytes of two rows for every lane, which fetches what it will read
 
+template <int HALVES>
 __device__ __forceinline__ void copy_codes(uint8* slot, const uint8* const (&rows)[2], int offset, bool valid) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) copy_async_16(slot + 512 * i + 16 * (threadIdx.x % WARP), rows[i] + offset, valid);
+  for (int i = 0; i < HALVES; ++i) copy_async_16(slot + 512 * i + 16 * (threadIdx.x % WARP), rows[i] + offset, valid);
 }
+template <int HALVES>
 __device__ __forceinline__ void read_codes(const uint8* slot, uint4 (&codes)[2]) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) codes[i] = reinterpret_cast<const uint4*>(slot)[WARP * i + threadIdx.x % WARP];
+  for (int i = 0; i < HALVES; ++i) codes[i] = reinterpret_cast<const uint4*>(slot)[WARP * i + threadIdx.x % WARP];
 }
 
 // Words (0, 4), (1, 5), (2, 6), (3, 7): the order of `e2m1_words`.
@@ -55,11 +56,12 @@ __device__ __forceinline__ uint4 pair_with_second(uint4 x) {
 __device__ __forceinline__ uint32 word_of(uint4 v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Four words of each row, in the order of `arrange`, as the A operands of two mmas.
-__device__ __forceinline__ void interleave_rows(const uint32 (&words)[2][4], uint32 a[2][4]) {
+template <int HALVES>
+__device__ __forceinline__ void interleave_rows(const uint32 (&words)[HALVES][4], uint32 a[2][4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     a[i / 2][i % 2 * 2] = words[0][i];
-    a[i / 2][i % 2 * 2 + 1] = words[1][i];
+    a[i / 2][i % 2 * 2 + 1] = HALVES == 2 ? words[HALVES - 1][i] : 0;
   }
 }
 
@@ -87,66 +89,71 @@ struct Nvfp4 {
     const uint8 *low_scales = static_cast<const uint8*>(scales) + first / 16;
     return {{low_codes, low_codes + apart / 2}, {low_scales, low_scales + apart / 16}};
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
     Fragment fragment;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < HALVES; ++i) {
       fragment.codes[i] = load_weight(rows.codes[i] + offset / 2, valid);
       fragment.scales[i] = valid ? *reinterpret_cast<const uint16*>(rows.scales[i] + offset / 16) : 0;
     }
     return fragment;
   }
   // A step's scales of a row, 8 bytes, are fetched by one lane. K is a multiple of STEP, so that they are aligned.
+  template <int HALVES = 2>
   static __device__ __forceinline__ void copy(uint8* slot, const Rows& rows, int offset, bool valid) {
-    copy_codes(slot, rows.codes, offset / 2, valid);
+    copy_codes<HALVES>(slot, rows.codes, offset / 2, valid);
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-    const uint8* scales = (t ? rows.scales[1] - 2 : rows.scales[0]) + offset / 16;
-    if (t < 2 && valid) copy_async_8(slot + CODE_BYTES + 64 * t + 8 * g, scales);
+    const uint8* scales = (t ? rows.scales[HALVES - 1] - 2 : rows.scales[0]) + offset / 16;
+    if (t < HALVES && valid) copy_async_8(slot + CODE_BYTES + 64 * t + 8 * g, scales);
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ Fragment read(const uint8* slot) {
     Fragment fragment;
-    read_codes(slot, fragment.codes);
+    read_codes<HALVES>(slot, fragment.codes);
     const uint16* scales = reinterpret_cast<const uint16*>(slot + CODE_BYTES) + threadIdx.x % WARP;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) fragment.scales[i] = scales[32 * i];
+    for (int i = 0; i < HALVES; ++i) fragment.scales[i] = scales[32 * i];
     return fragment;
   }
+  template <int HALVES>
   static __device__ __forceinline__ void copy_values(uint8* slot, const Rows& rows, int offset, bool valid) {
-    copy_codes(slot, rows.codes, offset / 2, valid);
+    copy_codes<HALVES>(slot, rows.codes, offset / 2, valid);
   }
   // An odd number of 16 bytes, so that 8 rows lie in different banks.
   static __device__ __forceinline__ constexpr int scale_pitch(int columns) { return (columns / 256 | 1) * 16; }
-  static __device__ __forceinline__ constexpr int scale_bytes(int rows, int columns) {
-    return rows * scale_pitch(columns);
+  static __device__ __forceinline__ constexpr int scale_bytes(int halves, int columns) {
+    return 8 * halves * scale_pitch(columns);
   }
-  template <int ROWS, int COLUMNS, int THREADS>
+  template <int HALVES, int COLUMNS, int THREADS>
   static __device__ __forceinline__ void copy_scales(uint8* to, const void* scales, int first_row, int rows,
                                                      int first_column, int columns, int thread) {
     constexpr int PIECES = COLUMNS / STEP;
 #pragma unroll
-    for (int i = thread; i < ROWS * PIECES; i += THREADS) {
+    for (int i = thread; i < 8 * HALVES * PIECES; i += THREADS) {
       const int row = i / PIECES, piece = i % PIECES, column = first_column + piece * STEP;
       const int64 from = int64(min(first_row + row, rows - 1)) * (uint32(columns) / 16) + uint32(column) / 16;
       if (column < columns)
         copy_async_8(to + row * scale_pitch(COLUMNS) + 8 * piece, static_cast<const uint8*>(scales) + from);
     }
   }
-  template <int NUM_CHUNKS, int COLUMNS>
+  template <int HALVES, int COLUMNS>
   static __device__ __forceinline__ Fragment read_tile(const uint8* slot, const uint8* scales, int step) {
     Fragment fragment;
-    read_codes(slot, fragment.codes);
+    read_codes<HALVES>(slot, fragment.codes);
     const int g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint8* from = scales + (8 * i + g) / NUM_CHUNKS * scale_pitch(COLUMNS) + g % NUM_CHUNKS * 8 + 2 * t;
+    for (int i = 0; i < HALVES; ++i) {
+      const uint8* from = scales + (8 * i + g) * scale_pitch(COLUMNS) + 2 * t;
       fragment.scales[i] = *reinterpret_cast<const uint16*>(from + 8 * step);
     }
     return fragment;
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
-    uint32 words[2][4];
+    uint32 words[HALVES][4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < HALVES; ++i) {
       const uint32 scales = nvfp4_scale_pair(__byte_perm(fragment.scales[i], 0, 0x4140));  // once for all groups
       const uint32 scale = __byte_perm(scales, 0, group < 2 ? 0x1010 : 0x3232);
       e2m1_words(word_of(fragment.codes[i], group), words[i]);
@@ -191,32 +198,36 @@ struct Fp8Blocks {
     return rows;
   }
   // The scales also in lanes whose codes are beyond K: they hold sums of the others.
+  template <int HALVES = 2>
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
     Fragment fragment;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < HALVES; ++i) {
       fragment.codes[i] = load_weight(rows.codes[i] + offset, valid);
       fragment.scales[i] = rows.scales[i][min((rows.k + offset) / BLOCK, rows.last_block)];
     }
     return fragment;
   }
   // One scale does for all rows, which are 16 of the same block.
+  template <int HALVES = 2>
   static __device__ __forceinline__ void copy(uint8* slot, const Rows& rows, int offset, bool valid) {
-    copy_codes(slot, rows.codes, offset, valid);
+    copy_codes<HALVES>(slot, rows.codes, offset, valid);
     if (threadIdx.x % WARP == 0) copy_async_4(slot + CODE_BYTES, rows.scales[0] + min((rows.k + offset) / BLOCK, rows.last_block));
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ Fragment read(const uint8* slot) {
     Fragment fragment;
-    read_codes(slot, fragment.codes);
+    read_codes<HALVES>(slot, fragment.codes);
     fragment.scales[0] = fragment.scales[1] = *reinterpret_cast<const float*>(slot + CODE_BYTES);
     return fragment;
   }
+  template <int HALVES>
   static __device__ __forceinline__ void copy_values(uint8* slot, const Rows& rows, int offset, bool valid) {
-    copy_codes(slot, rows.codes, offset, valid);
+    copy_codes<HALVES>(slot, rows.codes, offset, valid);
   }
   static __device__ __forceinline__ constexpr int scale_bytes(int, int columns) { return ceil_div(columns, BLOCK * 4) * 16; }
   // All rows of a tile are of the same blocks.
-  template <int ROWS, int COLUMNS, int THREADS>
+  template <int HALVES, int COLUMNS, int THREADS>
   static __device__ __forceinline__ void copy_scales(uint8* to, const void* scales, int first_row, int rows,
                                                      int first_column, int columns, int thread) {
     const int blocks = ceil_div(columns, BLOCK), row_block = min(first_row, rows - 1) / BLOCK;
@@ -225,18 +236,18 @@ struct Fp8Blocks {
     for (int i = thread; i < COLUMNS / BLOCK; i += THREADS)
       copy_async_4(to + 4 * i, from + min(first_column / BLOCK + i, blocks - 1));
   }
-  template <int NUM_CHUNKS, int COLUMNS>
+  template <int HALVES, int COLUMNS>
   static __device__ __forceinline__ Fragment read_tile(const uint8* slot, const uint8* scales, int step) {
     Fragment fragment;
-    read_codes(slot, fragment.codes);
-    const int mine = step + threadIdx.x % WARP / 4 % NUM_CHUNKS;
-    fragment.scales[0] = fragment.scales[1] = reinterpret_cast<const float*>(scales)[mine * STEP / BLOCK];
+    read_codes<HALVES>(slot, fragment.codes);
+    fragment.scales[0] = fragment.scales[1] = reinterpret_cast<const float*>(scales)[step * STEP / BLOCK];
     return fragment;
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int group, uint32 a[2][4]) {
-    uint32 words[2][4];
+    uint32 words[HALVES][4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < HALVES; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32 codes = word_of(fragment.codes[i], 2 * group + half);
@@ -270,36 +281,41 @@ struct Bf16 {
     const uint8* low_values = static_cast<const uint8*>(values) + 2 * (int64(low) * columns + k);
     return {{low_values, low_values + 2 * int64(high - low) * columns}};
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ Fragment load(const Rows& rows, int offset, bool valid) {
     Fragment fragment;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) fragment.values[i] = load_weight(rows.values[i] + 2 * offset, valid);
+    for (int i = 0; i < HALVES; ++i) fragment.values[i] = load_weight(rows.values[i] + 2 * offset, valid);
     return fragment;
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void copy(uint8* slot, const Rows& rows, int offset, bool valid) {
-    copy_codes(slot, rows.values, 2 * offset, valid);
+    copy_codes<HALVES>(slot, rows.values, 2 * offset, valid);
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ Fragment read(const uint8* slot) {
     Fragment fragment;
-    read_codes(slot, fragment.values);
+    read_codes<HALVES>(slot, fragment.values);
     return fragment;
   }
+  template <int HALVES>
   static __device__ __forceinline__ void copy_values(uint8* slot, const Rows& rows, int offset, bool valid) {
-    copy_codes(slot, rows.values, 2 * offset, valid);
+    copy_codes<HALVES>(slot, rows.values, 2 * offset, valid);
   }
   static __device__ __forceinline__ constexpr int scale_bytes(int, int) { return 0; }
-  template <int ROWS, int COLUMNS, int THREADS>
+  template <int HALVES, int COLUMNS, int THREADS>
   static __device__ __forceinline__ void copy_scales(uint8*, const void*, int, int, int, int, int) {}
-  template <int NUM_CHUNKS, int COLUMNS>
+  template <int HALVES, int COLUMNS>
   static __device__ __forceinline__ Fragment read_tile(const uint8* slot, const uint8*, int) {
     Fragment fragment;
-    read_codes(slot, fragment.values);
+    read_codes<HALVES>(slot, fragment.values);
     return fragment;
   }
+  template <int HALVES = 2>
   static __device__ __forceinline__ void decode(const Fragment& fragment, int, uint32 a[2][4]) {
-    uint32 words[2][4];
+    uint32 words[HALVES][4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < HALVES; ++i) {
       const uint4 v = fragment.values[i];
       words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
     }

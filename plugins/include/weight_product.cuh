@@ -4,8 +4,8 @@
 
 // sums[row tile][token tile] += 16 rows times 8 tokens of a step. `x` is the lane's B operand of group 0 of token tile 0, as
 // `arrange` left it; groups are `group_stride` apart, token tiles `tile_stride`. With two CHAINS, as many more sums take
-// every second product, so that mmas wait less for each other; their total is wanted.
-template <typename Format, int ROW_TILES, int TILES, int CHAINS>
+// every second product, so that mmas wait less for each other; their total is wanted. HALVES = 1: 8 rows instead of 16.
+template <typename Format, int ROW_TILES, int TILES, int CHAINS, int HALVES = 2>
 __device__ __forceinline__ void multiply_step(const typename Format::Fragment (&fragments)[ROW_TILES], const uint4* x,
                                               int group_stride, int tile_stride,
                                               float (&sums)[ROW_TILES][CHAINS * TILES][4]) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ void multiply_step(const typename Format::Fragment (&
   for (int group = 0; group < Format::GROUPS; ++group) {
     uint32 a[ROW_TILES][2][4];
 #pragma unroll
-    for (int row = 0; row < ROW_TILES; ++row) Format::decode(fragments[row], group, a[row]);
+    for (int row = 0; row < ROW_TILES; ++row) Format::template decode<HALVES>(fragments[row], group, a[row]);
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
       const uint4 pairs = x[group * group_stride + tile * tile_stride];
@@ -34,7 +34,7 @@ __device__ __forceinline__ void multiply_step(const typename Format::Fragment (&
 #pragma unroll
       for (int i = 0; i < CHAINS * TILES; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) sums[row][i][j] += fragments[row].scales[j / 2] * step[row][i][j];
+        for (int j = 0; j < 2 * HALVES; ++j) sums[row][i][j] += fragments[row].scales[j / 2] * step[row][i][j];
   }
 }
 

@@ -59,7 +59,7 @@ many_tokens(const bf16* x, const void* weight, const void* block_scales, const f
 #pragma unroll
     for (int i = 0; i < ROW_TILES; ++i) {
       uint8* slot = slots + (stage % DEPTH * ROW_TILES + i) * FORMAT::SLOT_BYTES;
-      FORMAT::copy(slot, from[i], stage * STRIDE, exists);
+      FORMAT::copy<2>(slot, from[i], stage * STRIDE, exists);
     }
     commit_copies();
   };
@@ -81,7 +81,7 @@ many_tokens(const bf16* x, const void* weight, const void* block_scales, const f
     FORMAT::Fragment fragments[ROW_TILES];
 #pragma unroll
     for (int i = 0; i < ROW_TILES; ++i)
-      fragments[i] = FORMAT::read(slots + (stage % DEPTH * ROW_TILES + i) * FORMAT::SLOT_BYTES);
+      fragments[i] = FORMAT::read<2>(slots + (stage % DEPTH * ROW_TILES + i) * FORMAT::SLOT_BYTES);
     __syncwarp();
     copy_weight(stage + DEPTH);
     multiply_step<FORMAT, ROW_TILES, TILES, 1>(fragments, staged + k_warp * STEP_UNITS + lane, GROUP_UNITS, WARP, sums);

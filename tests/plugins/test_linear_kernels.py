@@ -46,10 +46,10 @@ def plan(op: str, tokens: int, rows: int, columns: int, num_sms: int) -> Plan:
     "tokens,rows,columns,num_sms",
     [
         (1, 50, 1152, 4),  # warps with fewer steps than others
-        (1, 37, 1152, 24),  # eight steps of K beside each other, not all of which exist
-        (3, 33, 1024, 24),  # two steps beside each other, a tile of one row
+        (1, 37, 1152, 24),
+        (3, 33, 1024, 24),  # K in parts, a tile of one row
         (8, 24, 3712, 4),  # K in parts
-        (1, 270, 256, 1),  # more tiles than warps
+        (8, 100, 640, 1),  # several tiles for a block
         (9, 37, 640, 4),
         (17, 130, 256, 2),  # two blocks of rows, an odd number of tokens
         (70, 40, 192, 4),  # a tile, of which most rows do not exist
@@ -102,10 +102,9 @@ def test_a_token_that_is_not_finite_stays_alone() -> None:
 
 
 def test_products_are_split_so_that_all_multiprocessors_work() -> None:
-    assert split_product(1, 16384, 2560, NVFP4, 132) == Split(1, 5, 4, k_warps=1, chunks=1, warps=8)
-    assert split_product(1, 2560, 6144, NVFP4, 132) == Split(1, 1, 3, k_warps=2, chunks=8, warps=20)
-    parts = split_product(8, 24, 3712, NVFP4, 4)
-    assert parts is not None and parts.parts > 1
+    assert split_product(1, 16384, 2560, NVFP4, 132) == Split(1, 1, 5)
+    assert split_product(1, 248320, 2560, NVFP4, 48) == Split(1, 1, 5)
+    assert split_product(1, 2560, 6144, NVFP4, 132) == Split(1, 1, 6, k_warps=8, halves=1)
     assert split_product(8, 2560, 10240, NVFP4, 132) is not None
     assert split_product(8, 9000, 10240, NVFP4, 132) is None  # too many columns for one part, too many rows for several
 
