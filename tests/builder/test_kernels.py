@@ -29,7 +29,7 @@ from qwen4exp_trt.runtime.program import Program
 
 GB10 = "sm_121a"
 LIMITS = EngineLimits(max_batch_size=64, max_seq_len=262144, prefill_chunk=2048, block_size=64)
-PARTS = 6
+PARTS = 12
 """Tests over which the kernels are spread: there are many."""
 TARGETS = [GB10, pytest.param("sm_90", marks=pytest.mark.slow), pytest.param("sm_80", marks=pytest.mark.slow)]
 
