@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -31,7 +32,6 @@ GB10 = "sm_121a"
 LIMITS = EngineLimits(max_batch_size=64, max_seq_len=262144, prefill_chunk=2048, block_size=64)
 PARTS = 12
 """Tests over which the kernels are spread: there are many."""
-TARGETS = [GB10, pytest.param("sm_90", marks=pytest.mark.slow), pytest.param("sm_80", marks=pytest.mark.slow)]
 
 
 @cache
@@ -58,13 +58,27 @@ def released_kernels(num_sms: int) -> dict[Kernel, None]:
     return {kernel: None for program in released_programs() for kernel in kernels_of(program, LIMITS, num_sms)}
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("arch", TARGETS)
-def test_kernels_spill_nothing(arch: str, part: int) -> None:
-    kernels = [*released_kernels(DEVICES["sm121"].num_sms)][part::PARTS]
+def assert_no_spills(kernels: Iterable[Kernel], arch: str) -> None:
     compiled = {kernel: compile_kernel(kernel, arch) for kernel in kernels}
     wrong = [f"{k.entry}{k.defines}: {c.log}" for k, c in compiled.items() if c.spill_bytes or c.stack_bytes]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_kernel_of_each_kind_spills_nothing(part: int) -> None:
+    """The largest of each entry and types; all sizes are a slow test."""
+    of_kinds = {
+        (kernel.source, kernel.entry, *(value for _, value in kernel.defines if isinstance(value, str))): kernel
+        for kernel in released_kernels(DEVICES["sm121"].num_sms)
+    }
+    assert_no_spills([*of_kinds.values()][part::4], GB10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("arch", [GB10, "sm_90", "sm_80"])
+def test_kernels_spill_nothing(arch: str, part: int) -> None:
+    assert_no_spills([*released_kernels(DEVICES["sm121"].num_sms)][part::PARTS], arch)
 
 
 @pytest.mark.parametrize("num_sms", [48, 132])
