@@ -55,6 +55,7 @@ bench-gpu: setup
 	$(BIN)/python benchmarks/run_kernels.py
 	$(BIN)/python benchmarks/decode_full_size.py tests/fixtures/released_config.json
 	$(BIN)/python benchmarks/prefill_full_size.py tests/fixtures/released_config.json
+	$(BIN)/python benchmarks/qsa_prefill.py
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis *.egg-info src/*.egg-info
