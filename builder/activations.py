@@ -33,8 +33,19 @@ def estimate_activations(config: ModelConfig, dtype: str, limits: EngineLimits) 
     demanding kernels is in it.
     """
     program = _small_program(one_layer_of_each_kind(config), dtype, limits.block_size)
-    largest = [{name: extent.max for name, extent in dims.items()} for dims in profile_dims(limits).values()]
-    return max(peak_bytes(program, dims) + workspace_bytes(program, dims) for dims in largest)
+    return max(peak_bytes(program, dims) + workspace_bytes(program, dims) for dims in _largest_steps(limits))
+
+
+@cache
+def estimate_workspace(config: ModelConfig, dtype: str, limits: EngineLimits) -> int:
+    """Bytes of `estimate_activations` that the most demanding kernels use beside their operands."""
+    program = _small_program(one_layer_of_each_kind(config), dtype, limits.block_size)
+    return max(workspace_bytes(program, dims) for dims in _largest_steps(limits))
+
+
+def _largest_steps(limits: EngineLimits) -> list[dict[str, int]]:
+    """The extents of the largest step of each profile."""
+    return [{name: extent.max for name, extent in dims.items()} for dims in profile_dims(limits).values()]
 
 
 def workspace_bytes(program: Program, dims: Mapping[str, int]) -> int:

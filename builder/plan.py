@@ -48,6 +48,8 @@ class ActivationMemory:
     num_bytes: int
     is_estimate: bool
     """False when the build of the engine told it."""
+    workspace_bytes: int = 0
+    """Of them, an estimate of what kernels need beside their operands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +183,7 @@ class Plan:
         """With what the engine's build told; if it told nothing, the same."""
         if activation_bytes is None:
             return self
-        activations = ActivationMemory(activation_bytes, is_estimate=False)
+        activations = replace(self.request.activations, num_bytes=activation_bytes, is_estimate=False)
         return replace(self, request=replace(self.request, activations=activations))
 
 

@@ -80,6 +80,9 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     yield _line("  logits", size(plan.logits_bytes))
     remark = "an estimate; the engine build tells" if activations.is_estimate else "of the engine"
     yield _line("  activations", size(activations.num_bytes), "", remark)
+    if activations.workspace_bytes:
+        remark = "of the activations, at most: larger steps take turns in it"
+        yield _line("    workspace", size(activations.workspace_bytes), "", remark)
     yield _line("  reserve", size(RESERVE_BYTES), "", "CUDA context, engine, buffers of a step")
     yield _line("  in all", size(plan.total_bytes), "", _verdict(plan))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from qwen4exp_trt.builder.activations import estimate_activations
+from qwen4exp_trt.builder.activations import estimate_activations, estimate_workspace
 from qwen4exp_trt.builder.options import DEFAULT_TARGET, PlanOptions
 from qwen4exp_trt.builder.plan import ActivationMemory, Plan, PlanRequest, make_plan
 from qwen4exp_trt.builder.weight_plan import WeightPlan, plan_weights
@@ -45,7 +45,10 @@ def plan_bundle(options: PlanOptions, weight_plan: WeightPlan) -> Plan:
             return weight_plan.formats
         return plan_weights(config, stored, precision, ple, options.keep).formats
 
-    activations = ActivationMemory(estimate_activations(config, options.activation_dtype, limits), is_estimate=True)
+    step = config, options.activation_dtype, limits
+    activations = ActivationMemory(
+        estimate_activations(*step), is_estimate=True, workspace_bytes=estimate_workspace(*step)
+    )
     request = PlanRequest(
         config=config,
         limits=limits,

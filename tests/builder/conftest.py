@@ -47,7 +47,8 @@ def quick_builds() -> Iterator[None]:
     """One trace for all builds of a config, and no estimate of activations: most of the time of a tiny build."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_module, "export_program", _export_once)
-        patch.setattr(planning, "estimate_activations", lambda config, dtype, limits: 0)
+        for name in ("estimate_activations", "estimate_workspace"):
+            patch.setattr(planning, name, lambda *step: 0)
         yield
 
 

@@ -13,7 +13,13 @@ from released_model import released_config
 from tiny_programs import BATCH, conv_state, floats, trace
 from torch import Tensor, nn
 
-from qwen4exp_trt.builder.activations import estimate_activations, one_layer_of_each_kind, peak_bytes, workspace_bytes
+from qwen4exp_trt.builder.activations import (
+    estimate_activations,
+    estimate_workspace,
+    one_layer_of_each_kind,
+    peak_bytes,
+    workspace_bytes,
+)
 from qwen4exp_trt.builder.compile import CompiledProgram, ExportOptions, compile_program
 from qwen4exp_trt.builder.engine import build_engine
 from qwen4exp_trt.builder.profiles import optimization_profiles, profile_dims
@@ -68,6 +74,7 @@ def test_one_layer_of_each_kind_has_the_peak_of_the_model(changes: dict[str, Any
     dims = {name: extent.max for name, extent in profile_dims(LIMITS)["prefill"].items()}
     needed = peak_bytes(whole, dims) + workspace_bytes(whole, dims)
     assert estimate_activations(config, "bfloat16", LIMITS) == needed
+    assert estimate_workspace(config, "bfloat16", LIMITS) == workspace_bytes(whole, dims)
 
 
 def test_layers_of_the_released_model() -> None:

@@ -15,7 +15,7 @@ from qwen4exp_trt.builder import planning
 @pytest.fixture(scope="session", autouse=True)
 def _no_estimate_of_activations() -> Iterator[None]:
     """It takes as long as the rest of a tiny build, and parity has no use for the plan."""
-    with patch.object(planning, "estimate_activations", lambda config, dtype, limits: 0):
+    with patch.multiple(planning, estimate_activations=lambda *step: 0, estimate_workspace=lambda *step: 0):
         yield
 
 
