@@ -66,7 +66,7 @@ class Shape:
 
 
 PREPARE_WARPS, COMBINE_THREADS = 4, 128
-ROUTER = Shape(token_tiles=8, warps=4, row_tiles=2, stages=3, blocks=3)
+ROUTER = Shape(token_tiles=8, warps=4, row_tiles=2, stages=3, blocks=2)
 PARTS_OF_BLOCK = 1
 """Parts of rows of a tile that a block takes on an average, if there were as many tiles as there can be."""
 MOST_OUTPUT_BYTES = 256 << 20
