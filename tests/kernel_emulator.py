@@ -122,7 +122,7 @@ def _compiled(kernel: Kernel) -> Any:
 def _compiled_headers() -> Path:
     """A header that includes what all kernels do; the compiler finds it compiled beside it, a third of its work."""
     source = f'#include "{EMULATOR}"\n#include "{SHARED_HEADER}"\n'
-    header = BUILD / f"headers-{_digest(source, EMULATOR.read_text(), SHARED_HEADER.read_text())}.h"
+    header = BUILD / f"headers-{_digest(source, *(path.read_text() for path in _headers()))}.h"
     compiled = header.with_name(f"{header.name}.gch")
     if not compiled.is_file():
         write_atomically(header, source.encode())

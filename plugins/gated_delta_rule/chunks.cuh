@@ -97,13 +97,7 @@ __device__ __forceinline__ bool locate_chunks(int from, int to, int rank, const 
     if (start + lane < batch.size) sequence = batch.sequence(start + lane);
     const int replayed = sequence.context > 0 ? DRAFTS - 1 : 0;
     const int count = sequence.length > LONGEST ? ceil_div(sequence.length + replayed, ROWS) : 0;
-    int end = count;
-#pragma unroll
-    for (int by = 1; by < WARP; by *= 2) {
-      const int other = __shfl_up_sync(FULL_MASK, end, by);
-      end += lane >= by ? other : 0;
-    }
-    end += before;
+    const int end = before + warp_prefix(count);
     uint32 owners = __ballot_sync(FULL_MASK, count > 0 && end > from && end - count < to);
     if (rank < __popc(owners)) {
       for (; rank > 0; --rank) owners &= owners - 1;

@@ -91,12 +91,7 @@ __device__ __forceinline__ void store_gates(Shared& shared, const GateRows& rows
     }
     shared.beta[repeat][2 * lane + i] = beta;
   }
-  float total = sums[0] + sums[1];
-#pragma unroll
-  for (int by = 1; by < WARP; by *= 2) {
-    const float other = __shfl_up_sync(FULL_MASK, total, by);
-    total += lane >= by ? other : 0.f;
-  }
+  const float total = warp_prefix(sums[0] + sums[1]);
   float before = __shfl_up_sync(FULL_MASK, total, 1);
   before = lane > 0 ? before : 0.f;
   const float last = __shfl_sync(FULL_MASK, total, WARP - 1);

@@ -10,12 +10,7 @@ constexpr int PER_THREAD = ceil_div(EXPERTS, THREADS);
 __device__ __forceinline__ int sum_before(int x) {
   __shared__ int totals[WARPS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  int sum = x;
-#pragma unroll
-  for (int by = 1; by < WARP; by *= 2) {
-    const int other = __shfl_up_sync(FULL_MASK, sum, by);
-    sum += lane >= by ? other : 0;
-  }
+  int sum = warp_prefix(x);
   __syncthreads();  // of a call before this one
   if (lane == WARP - 1) totals[warp] = sum;
   __syncthreads();

@@ -10,12 +10,7 @@ constexpr int PER_THREAD = ceil_div(EXPERTS, THREADS);
 __device__ __forceinline__ uint32 sum_before(uint32 x) {
   __shared__ uint32 totals[WARPS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  uint32 sum = x;
-#pragma unroll
-  for (int by = 1; by < WARP; by *= 2) {
-    uint32 other = __shfl_up_sync(FULL_MASK, sum, by);
-    sum += lane >= by ? other : 0;
-  }
+  uint32 sum = warp_prefix(x);
   if (lane == WARP - 1) totals[warp] = sum;
   __syncthreads();
   for (int before = 0; before < warp; ++before) sum += totals[before];

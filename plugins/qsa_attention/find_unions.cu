@@ -20,12 +20,7 @@ __device__ __forceinline__ Tile locate_tile(int index, const int* query_start_lo
     const int start = exists ? query_start_loc[sequence] : 0, end = exists ? query_start_loc[sequence + 1] : 0;
     const int length = exists ? seq_lens[sequence] : 0;
     const int tiles = exists && sequence < real ? ceil_div(end - start, QUERIES) : 0;
-    int sum = tiles;
-#pragma unroll
-    for (int lanes = 1; lanes < WARP; lanes *= 2) {
-      const int others = __shfl_up_sync(FULL_MASK, sum, lanes);
-      if (lane >= lanes) sum += others;
-    }
+    const int sum = warp_prefix(tiles);
     const int own = before + sum - tiles;  // index of the sequence's first tile
     const uint32 owners = __ballot_sync(FULL_MASK, own <= index && index < own + tiles);
     before += __shfl_sync(FULL_MASK, sum, WARP - 1);
@@ -97,12 +92,7 @@ __device__ __forceinline__ Counts collect(const uint32* cells, int base, int win
   for (int i = 0; i < per_warp; i += WARP) {
     const uint4 quad = load(i);
     const int own = count_cells(quad);
-    int sum = own;
-#pragma unroll
-    for (int lanes = 1; lanes < WARP; lanes *= 2) {
-      const int others = __shfl_up_sync(FULL_MASK, sum, lanes);
-      if (lane >= lanes) sum += others;
-    }
+    const int sum = warp_prefix(own);
     int to = place + sum - own;
     const uint32 words[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll

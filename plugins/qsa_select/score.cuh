@@ -73,12 +73,7 @@ __device__ __forceinline__ void number_items(const Operands& x, int* starts) {
 #pragma unroll 1
     for (int first = 0; first < x.batch_size; first += WARP) {
       const int sequence = first + threadIdx.x, items = sequence < x.batch_size ? starts[sequence] : 0;
-      int sum = items;
-#pragma unroll
-      for (int lanes = 1; lanes < WARP; lanes *= 2) {
-        const int before = __shfl_up_sync(FULL_MASK, sum, lanes);
-        if (int(threadIdx.x) >= lanes) sum += before;
-      }
+      const int sum = warp_prefix(items);
       if (sequence < x.batch_size) starts[sequence] = total + sum - items;
       total += __shfl_sync(FULL_MASK, sum, WARP - 1);
     }

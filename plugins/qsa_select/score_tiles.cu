@@ -32,12 +32,7 @@ __device__ __forceinline__ RowTile locate_tile(int index, const Turn& turn, cons
     const int length = exists ? seq_lens[sequence] : 0;
     const int start = max(begin, turn.first_row);
     const int rows = sequence < real ? max(min(end, turn.end_row()) - start, 0) : 0, tiles = ceil_div(rows, TILE);
-    int sum = tiles;
-#pragma unroll
-    for (int lanes = 1; lanes < WARP; lanes *= 2) {
-      const int others = __shfl_up_sync(FULL_MASK, sum, lanes);
-      if (lane >= lanes) sum += others;
-    }
+    const int sum = warp_prefix(tiles);
     const int own = total + sum - tiles, skipped = (index - own) * TILE;
     const uint32 owners = __ballot_sync(FULL_MASK, own <= index && index < own + tiles);
     total += __shfl_sync(FULL_MASK, sum, WARP - 1);

@@ -61,16 +61,6 @@ __device__ __forceinline__ Prefix block_prefix(int of_warp) {
   return {int(__reduce_add_sync(FULL_MASK, lane < warp ? sum : 0)), int(__reduce_add_sync(FULL_MASK, sum))};
 }
 
-// Sums over the lanes up to this one, of a word or of packed bytes.
-__device__ __forceinline__ uint32 warp_prefix(uint32 value) {
-#pragma unroll
-  for (int lanes = 1; lanes < WARP; lanes *= 2) {
-    const uint32 before = __shfl_up_sync(FULL_MASK, value, lanes);
-    if (int(threadIdx.x % WARP) >= lanes) value += before;
-  }
-  return value;
-}
-
 // For K masks of four bits, of quads that were dealt out: how many bits are set before each mask. Returns how many are.
 template <int K>
 __device__ __forceinline__ int block_places(const uint32 masks[K], int places[K]) {

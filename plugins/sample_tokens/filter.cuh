@@ -47,12 +47,7 @@ struct Scanned {
 __device__ __forceinline__ Scanned block_scan(uint64 x) {
   __shared__ uint64 partial[WARPS];
   const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  uint64 sum = x;
-#pragma unroll
-  for (int by = 1; by < WARP; by *= 2) {
-    const uint64 below = __shfl_up_sync(FULL_MASK, sum, by);
-    if (lane >= by) sum += below;
-  }
+  const uint64 sum = warp_prefix(x);
   __syncthreads();  // of a call before this one
   if (lane == WARP - 1) partial[warp] = sum;
   __syncthreads();
