@@ -154,7 +154,7 @@ def _verify_drafts(
     operands: dict[str, Tensor],
     vocab_limit: int | None,
 ) -> Tensor:
-    """``logits`` with other ones in ``rows``, whose drafts were sampled; their ``operands`` become those to draw with."""
+    """``logits`` with others in ``rows``, whose drafts were sampled; their ``operands`` become those to draw with."""
     drafts = [draft for row in rows if (draft := requests[row].drafted) is not None]
     probs = filtered_probs(logits[rows], {name: value[rows] for name, value in operands.items()}, vocab_limit)
     offsets = torch.tensor([requests[row].offset(NoiseStream.ACCEPT) for row in rows])

@@ -11,7 +11,10 @@ _MAX_PLACES = 32
 
 
 class PromptLookup:
-    """The places of every `MIN_NGRAM` adjacent tokens of a text that grows. A lookup takes the same time in any text."""
+    """The places of every `MIN_NGRAM` adjacent tokens of a text that grows.
+
+    A lookup takes the same time in any text.
+    """
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -37,8 +40,8 @@ class PromptLookup:
     def continuation(self, count: int) -> list[int]:
         """``count`` tokens as they followed the longest match of the last ones, of equally long ones the latest.
 
-        Empty if the last `MIN_NGRAM` tokens stand nowhere before. A continuation that runs into the end of the text goes
-        on with what it began with.
+        Empty if the last `MIN_NGRAM` tokens stand nowhere before. A continuation that runs into the end of the text
+        goes on with what it began with.
         """
         own, end = self._token_ids, len(self._token_ids)
         best, best_length = -1, 0

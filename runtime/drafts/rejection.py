@@ -1,8 +1,8 @@
 """Rejection sampling: what the next token of a row is drawn from when a draft of it was sampled.
 
-A draft ``d`` of the distribution ``q`` is accepted with probability ``min(1, p[d] / q[d])``, where ``p`` is what the row
-would be sampled from without drafts; otherwise the token comes from ``max(p - q, 0)``, normalized. So the token has the
-distribution ``p``, whatever ``q`` is. All of it stays on the device of the logits, and nothing waits for it.
+A draft ``d`` of the distribution ``q`` is accepted with probability ``min(1, p[d] / q[d])``, where ``p`` is what the
+row would be sampled from without drafts; otherwise the token comes from ``max(p - q, 0)``, normalized. So the token has
+the distribution ``p``, whatever ``q`` is. All of it stays on the device of the logits, and nothing waits for it.
 """
 
 from __future__ import annotations
