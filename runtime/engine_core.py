@@ -15,6 +15,8 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import DroppedError, RequestError
 from qwen4exp_trt.runtime.backend import Backend
+from qwen4exp_trt.runtime.drafts.drafting import Drafting
+from qwen4exp_trt.runtime.drafts.verification import verified
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
 from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, sample
@@ -45,12 +47,16 @@ class EngineCore:
         *,
         max_num_seqs: int | None = None,
         metrics: EngineMetrics | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.metrics = metrics or EngineMetrics()
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
         self.scheduler = Scheduler(limits, num_blocks, max_num_seqs)
         self.metrics.add_source(self._gauges)
+        self.drafting = drafting
+        if drafting is not None:
+            self.metrics.add_source(drafting.collect)
         self._ids = itertools.count()
         # Re-entrant, since the garbage collector may close a dropped stream in the middle of a step.
         self.lock = threading.RLock()
@@ -130,20 +136,43 @@ class EngineCore:
             self.metrics.scheduled(entry.sequence.metrics)
         num_prompt_tokens = sum(entry.num_prompt_tokens for entry in scheduled)
         inputs, sampled = build_step_inputs(scheduled)
-        sequences = [scheduled[index].sequence for index in sampled]
-        tokens = self._sample(inputs, [sequence.sample_request for sequence in sequences])
+        entries = [scheduled[index] for index in sampled]
+        requests = [request for entry in entries for request in entry.sequence.row_requests(entry.num_drafts)]
+        tokens = iter(self._sample(inputs, requests))
         now = self.metrics.clock()
         self.metrics.stepped(now - start, num_prompt_tokens)
         for entry in scheduled:
-            entry.sequence.num_computed += entry.num_tokens
-        for sequence, token in zip(sequences, tokens, strict=True):
+            entry.sequence.num_computed += entry.num_tokens - entry.num_drafts
+        for entry in entries:
+            self._take(entry, list(itertools.islice(tokens, entry.num_logits_rows)), now)
+        if self.drafting is not None:
+            held = [entry for entry in scheduled if entry.sequence.memory is not None]
+            self.drafting.proposer.observe(held, None)
+        for entry in entries:
+            sequence = entry.sequence
+            if sequence.finish_reason is not None and sequence.memory is not None:
+                self._finish(sequence, sequence.finish_reason)
+        if self.drafting is not None:
+            self.drafting.propose(entry.sequence for entry in entries if entry.sequence.memory is not None)
+
+    def _take(self, entry: ScheduledSequence, row_tokens: list[SampledToken | None], now: float) -> None:
+        """Add the tokens of a step to a sequence; drop it if it comes to a row that none could be sampled from."""
+        sequence, drafts = entry.sequence, entry.sequence.draft_token_ids[: entry.num_drafts]
+        taken = verified(drafts, row_tokens)
+        num_before = sequence.num_output_tokens
+        for token in taken:
             if token is None:
                 self._drop(sequence, _UNUSABLE)
-                continue
+                return
             sequence.append(token)
-            self.metrics.produced(sequence.metrics, 1, now)
             if sequence.finish_reason is not None:
-                self._finish(sequence, sequence.finish_reason)
+                break
+        num_new = sequence.num_output_tokens - num_before
+        sequence.num_computed += num_new - 1
+        self.metrics.produced(sequence.metrics, num_new, now)
+        if drafts and self.drafting is not None:
+            self.metrics.drafted(sequence.metrics, len(drafts), len(taken) - 1)
+            self.drafting.verified(sequence, len(drafts), len(taken) - 1)
 
     def _sample(self, inputs: Mapping[str, Tensor], requests: SequenceOf[SampleRequest]) -> list[SampledToken | None]:
         """Run a step and sample from its first rows of logits."""
