@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import DroppedError
 from qwen4exp_trt.runtime import LLM, RequestOutput, SamplingParams
+from qwen4exp_trt.runtime.__main__ import main
 from qwen4exp_trt.runtime.drafts.acceptance import GIVE_UP_AFTER
 from qwen4exp_trt.runtime.outputs import CompletionOutput
 
@@ -248,3 +249,15 @@ def test_prompt_lookup_is_chosen_by_the_config(plain: LLM, tiny_bundle: Path) ->
     proposed = sum(sample.value for sample in values["qwen4exp_spec_decode_num_draft_tokens_per_pos"])
     assert proposed == values["qwen4exp_spec_decode_num_draft_tokens"][0].value > 0
     assert_idle(llm)
+
+
+def test_drafts_are_a_flag_of_the_command_line(tiny_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [str(tiny_bundle), "the quick", "--temperature", "0", "--max-tokens", "5"]
+    outputs = []
+    for more in ([], ["--speculate", "ngram:4"]):
+        assert main([*args, *more]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert main([*args, "--speculate", "ngram"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("qwen4exp-generate: error: speculative decoding is 'ngram'; it must be 'mtp:K'")
