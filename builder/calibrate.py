@@ -122,6 +122,8 @@ def _input_scale(path: str, amax: Tensor, text: CalibrationText) -> float:
 class _ObservingBackend:
     """Runs the program op by op for one sequence and notes the largest magnitude that each of some ops reads."""
 
+    device = torch.device("cpu")
+
     def __init__(
         self,
         program: Program,

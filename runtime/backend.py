@@ -46,7 +46,10 @@ BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
-    """Runs steps over states that it owns. It may sample as well: see `EagerBackend.sample`."""
+    """Runs steps over states that it owns, on ``device``. It may sample as well: see `EagerBackend.sample`."""
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def states(self) -> StatePool:
