@@ -29,8 +29,8 @@ class Proposer(Protocol):
     def observe(self, entries: SequenceOf[ScheduledSequence], stack: Tensor | None) -> None:
         """A step has run and is committed.
 
-        ``entries``: what it ran, but for sequences that lost their memory; those that have just ended are among them.
-        ``stack``: the model's rows ``[T, W]`` for all of what it ran, where a program has this output.
+        ``entries``: all that it ran. Those that were dropped have no memory any more, those that are finished still have.
+        ``stack``: the model's rows ``[T, W]`` of their tokens, where a program has this output.
         """
         ...
 
