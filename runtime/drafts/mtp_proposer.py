@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -29,7 +30,8 @@ from qwen4exp_trt.runtime.step_inputs import pack_step
 if TYPE_CHECKING:  # they import this package
     from qwen4exp_trt.runtime.backend import Backend
     from qwen4exp_trt.runtime.scheduler import ScheduledSequence
-    from qwen4exp_trt.runtime.sequence import Memory, Sequence
+    from qwen4exp_trt.runtime.sequence import Sequence
+    from qwen4exp_trt.runtime.sequence_memory import Memory
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,11 @@ class MtpProposer:
 
     num_rewritten = 1
 
-    def __init__(self, head: Backend, max_drafts: int, vocab_size: int, vocab_limit: int | None) -> None:
+    def __init__(
+        self, head: Backend, max_drafts: int, block_size: int, vocab_size: int, vocab_limit: int | None
+    ) -> None:
         self.num_lookahead = max_drafts - 1
-        self._head = head
+        self._head, self._block_size = head, block_size
         self._sampler = DraftSampler(head.token_ids, vocab_size, vocab_limit, head.device)
         (spec,) = (spec for spec in head.program.inputs if spec.name == STACK)
         ring = StateSpec("mtp.stack_ring", StateKind.STACK_RING, 0, (NUM_SLOTS, DRAFT_ROWS, spec.shape[1]), spec.dtype)
@@ -87,17 +91,15 @@ class MtpProposer:
             return
         self._compute_last_pairs_again([each for each in pairs if each.start and not self._is_complete(each.sequence)])
         self._keep_stacks(pairs, stack)
-        rows = torch.cat([torch.arange(each.rows.start, each.rows.stop) for each in pairs])
-        is_whole = len(rows) == len(stack)
+        rows = list(chain.from_iterable(range(each.rows.start, each.rows.stop) for each in pairs))
         logits, stacks = self._run(
             [each.sequence for each in pairs],
             [each.start for each in pairs],
             [each.sequence.token_ids[each.start + 1 : each.end + 1] for each in pairs],
-            stack if is_whole else stack[rows.to(stack.device, non_blocking=True)],
+            stack if len(rows) == len(stack) else stack[self._on_device(rows)],
         )
         for index, each in enumerate(pairs):
-            assert each.sequence.memory is not None
-            self._memories[each.sequence] = each.sequence.memory
+            self._memories[each.sequence] = _memory_of(each.sequence)
             self._first[each.sequence] = logits[index], stacks[index]
 
     def _is_complete(self, sequence: Sequence) -> bool:
@@ -106,25 +108,25 @@ class MtpProposer:
     def _compute_last_pairs_again(self, pairs: SequenceOf[_Pairs]) -> None:
         """The pair before those of a step, for sequences whose states another sequence or another text has left."""
         if pairs:
-            slots = self._on_device([_slot(each.sequence) for each in pairs])
-            places = self._on_device([(each.start - 1) % DRAFT_ROWS for each in pairs])
-            token_ids = [[each.sequence.token_ids[each.start]] for each in pairs]
-            self._run([each.sequence for each in pairs], [each.start - 1 for each in pairs], token_ids, self._ring[slots, places])
+            sequences, positions = [each.sequence for each in pairs], [each.start - 1 for each in pairs]
+            slots = self._on_device([_memory_of(sequence).slot for sequence in sequences])
+            stack = self._ring[slots, self._on_device([position % DRAFT_ROWS for position in positions])]
+            self._run(sequences, positions, [[each.sequence.token_ids[each.start]] for each in pairs], stack)
 
     def _keep_stacks(self, pairs: SequenceOf[_Pairs], stack: Tensor) -> None:
         """Those of the last `DRAFT_ROWS` positions, for whoever goes on from here or from one of the rows before."""
         slots, places, rows = [], [], []
         for each in pairs:
             for back in range(min(each.count, DRAFT_ROWS), 0, -1):
-                slots.append(_slot(each.sequence))
+                slots.append(_memory_of(each.sequence).slot)
                 places.append((each.end - back) % DRAFT_ROWS)
                 rows.append(each.rows.stop - back)
-        self._ring[self._on_device(slots), self._on_device(places)] = stack[self._on_device(rows)].to(self._ring.device)
+        self._ring[self._on_device(slots), self._on_device(places)] = stack[self._on_device(rows)]
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> None:
-        wanted = sorted(wanted, key=lambda pair: -pair[1])
-        sequences = [sequence for sequence, _ in wanted]
-        counts = [count for _, count in wanted]
+        counted = [(min(count, self._num_possible(sequence)), sequence) for sequence, count in wanted]
+        counted.sort(key=lambda pair: -pair[0])
+        counts, sequences = [count for count, _ in counted], [sequence for _, sequence in counted]
         logits, stacks = (torch.stack(parts) for parts in zip(*(self._first[each] for each in sequences), strict=True))
         drafts = self._sampler.start([sequence.sample_request for sequence in sequences])
         for index in range(counts[0]):
@@ -138,6 +140,11 @@ class MtpProposer:
         for sequence, count, (token_ids, probs) in zip(sequences, counts, drafts.finish(), strict=True):
             sequence.set_drafts(token_ids[:count], None if probs is None else probs[:count])
 
+    def _num_possible(self, sequence: Sequence) -> int:
+        """Drafts for which the sequence has pages: the head's rows of all but the first are behind its tokens."""
+        room = len(_memory_of(sequence).blocks) * self._block_size - sequence.num_computed
+        return room + 1
+
     def _run(
         self,
         sequences: SequenceOf[Sequence],
@@ -149,14 +156,15 @@ class MtpProposer:
 
         ``token_ids``: of each sequence, or int32 ``[n]`` on the device, one of each.
         """
-        is_on_device = isinstance(token_ids, Tensor)
-        lengths = np.ones(len(sequences), np.int64) if is_on_device else np.array([len(each) for each in token_ids])
-        ids = np.zeros(len(sequences)) if is_on_device else np.concatenate([np.array(each) for each in token_ids])
-        inputs = pack_step([sequence.memory for sequence in sequences], np.array(starts), lengths, ids, lengths.cumsum() - 1)
-        inputs[STACK] = stack
-        if is_on_device:
+        lengths, ids = np.ones(len(sequences), dtype=np.int64), np.zeros(len(sequences))
+        if not isinstance(token_ids, Tensor):
+            lengths = np.array([len(each) for each in token_ids])
+            ids = np.fromiter(chain.from_iterable(token_ids), np.int32, lengths.sum())
+        memories = [_memory_of(sequence) for sequence in sequences]
+        inputs = pack_step(memories, np.array(starts), lengths, ids, lengths.cumsum() - 1)
+        if isinstance(token_ids, Tensor):
             inputs["input_ids"] = token_ids
-        result = self._head.run_step(inputs)
+        result = self._head.run_step({**inputs, STACK: stack})
         assert result.stack is not None, "a draft head gives its stack"
         return result.logits, result.stack
 
@@ -164,6 +172,6 @@ class MtpProposer:
         return torch.tensor(values, dtype=torch.int64).to(self._head.device, non_blocking=True)
 
 
-def _slot(sequence: Sequence) -> int:
+def _memory_of(sequence: Sequence) -> Memory:
     assert sequence.memory is not None, sequence.request_id
-    return sequence.memory.slot
+    return sequence.memory
