@@ -12,14 +12,13 @@ from torch import Tensor
 from qwen4exp_trt.plugins.number_formats import scales_of_rows
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
+from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES
 from qwen4exp_trt.runtime.materialize import materialize
 from qwen4exp_trt.runtime.row_table import RowTable
 from qwen4exp_trt.runtime.specs import NgramRowsSpec, TensorSpec
 from qwen4exp_trt.runtime.tensor_source import TensorSource
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
-DEFAULT_CACHE_BYTES = 64 * 2**20
-"""Of rows that are kept, for each table: 200,000 of the released model's."""
 _BATCH = ("query_start_loc", "seq_lens", "slot_ids", "num_seqs")
 
 
@@ -35,7 +34,7 @@ class NgramRows:
         specs: Sequence[TensorSpec],
         source: TensorSource,
         num_slots: int,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
     ) -> None:
         tables = [spec for spec in specs if isinstance(spec, NgramRowsSpec)]
         self._tables = {spec.name: _Table(spec, source, num_slots, cache_bytes) for spec in tables}
