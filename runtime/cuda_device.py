@@ -50,6 +50,18 @@ def limit_allocations(plan: MemoryPlan, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether a kernel has failed in a way (an illegal address, a hardware error) that ends all work of the process on
+    this GPU. Waits for what it has enqueued."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 @contextmanager
 def exact_matmuls() -> Iterator[None]:
     """Products of float32 without TF32, and sums of BF16 products in float32, whatever the process has chosen."""

@@ -18,15 +18,8 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.specs import (
-    DTYPE_BYTES,
-    NUM_BLOCKS,
-    NUM_SLOTS,
-    NgramRowsSpec,
-    PleResidency,
-    StateSpec,
-    extent_of,
-)
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES, NgramRowsSpec, PleResidency
+from qwen4exp_trt.runtime.state_pool import state_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +35,6 @@ _GIB = 2**30
 def default_reserve() -> int:
     """What is left to the rest of the system: 4 GiB, or a sixteenth of a smaller machine."""
     return min(MOST_RESERVE_BYTES, total_memory() // _RESERVE_SHARE)
-
-
-def state_bytes(states: Sequence[StateSpec], num_blocks: int, num_slots: int) -> int:
-    """Of all of ``states``."""
-    extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
-    return sum(state.row_bytes * extent_of(state.shape[0], extents) for state in states)
 
 
 def staged_row_bytes(spec: NgramRowsSpec, limits: EngineLimits) -> int:

@@ -19,6 +19,7 @@ from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.state_pool import StatePool
 from qwen4exp_trt.runtime.trt_log import make_log
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
@@ -46,7 +47,9 @@ class TensorRTBackend:
         memory_plan: MemoryPlan | None = None,
     ) -> None:
         check_engine_fits(trt, folder, manifest, device)
-        self.trt, self.program, self.states, self.weights, self.rows = trt, program, states, weights, rows
+        self.trt, self.program, self.weights, self.rows = trt, program, weights, rows
+        pool = StatePool(program.states, states)
+        self.states = pool if rows is None else pool.joined(rows.states)
         self.memory_plan = memory_plan
         self.device, self.stream = device, None if device.type == "cpu" else torch.cuda.Stream(device)
         self.log = make_log(trt)
