@@ -179,8 +179,9 @@ def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
     parts = [_build_part(job, quantization, is_draft=False)]
     if job.config.has_draft_head:
         parts.append(_build_part(job, job.quantization, is_draft=True))
-    if (model := parts[0].engine) is not None:
-        plan = plan.with_activations(model.activation_bytes)
+    sizes = [part.engine.activation_bytes for part in parts if part.engine is not None]
+    if sizes and None not in sizes:
+        plan = plan.with_activations(max(filter(None, sizes), default=0))  # only one of them runs at a time
     kernels: dict[str, bytes] = {}
     if options.all_kernel_targets:
         reporter.stage("kernels")
@@ -194,7 +195,7 @@ def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
         if job.draft.token_ids is not None:
             (folder / TOKEN_IDS_FILE).write_text(json.dumps(job.draft.token_ids) + "\n", encoding="utf-8")
         job.text_files.copy_to(folder)
-        manifest = _manifest(folder, job, parts, calibration)
+        manifest = _manifest(folder, job, parts, calibration, plan)
         manifest.save(folder)
     draft = PartReport(parts[1].program, parts[1].onnx_errors) if len(parts) > 1 else None
     return BuildReport(manifest, parts[0].program, plan, set_aside, parts[0].onnx_errors, draft, job.draft.why_none)
@@ -278,7 +279,7 @@ def _write_kernels(folder: Path, kernels: Mapping[str, bytes]) -> None:
         (folder / name).write_bytes(code)
 
 
-def _manifest(folder: Path, job: _Job, parts: Sequence[_Part], calibration: Calibration | None) -> Manifest:
+def _manifest(folder: Path, job: _Job, parts: Sequence[_Part], calibration: Calibration | None, plan: Plan) -> Manifest:
     model, *drafts = parts
     options, source = job.options, job.source
     tools = {"python": platform.python_version()} | {name: version(name) for name in _TOOLS}
@@ -298,6 +299,7 @@ def _manifest(folder: Path, job: _Job, parts: Sequence[_Part], calibration: Cali
         backend=options.backend if options.has_engine else None,
         kernel_targets=options.all_kernel_targets,
         limits=job.limits,
+        activation_bytes=plan.request.activations.num_bytes,
         vocab_size=job.config.vocab_size,
         stop_token_ids=job.text_files.stop_token_ids,
         checkpoint=None if source is None else CheckpointRef.of(source.checkpoint),

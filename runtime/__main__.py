@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from qwen4exp_trt.runtime.backend import BACKENDS
-from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
+from qwen4exp_trt.runtime.command_line import OneLineParser, byte_count, run_command
 from qwen4exp_trt.runtime.llm import LLM, Prompt
 from qwen4exp_trt.runtime.progress_line import loading_line
 
@@ -37,6 +37,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--checkpoint", metavar="FOLDER", help="where the checkpoint is now (default: where it was at the build)"
     )
+    parser.add_argument(
+        "--num-blocks",
+        type=int,
+        metavar="N",
+        help="pages of the KV cache (default: of a full batch of the longest sequences, or what memory is left for)",
+    )
+    parser.add_argument(
+        "--memory-reserve",
+        type=byte_count,
+        metavar="SIZE",
+        help="of the host's memory, what is left to other processes: a bundle that needs more is refused (default: "
+        "4GiB, or a sixteenth of a smaller machine)",
+    )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable (default: none)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text, may be repeated")
@@ -52,7 +65,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def generate(args: argparse.Namespace) -> None:
     """Load the bundle and print the text as it comes."""
     show = loading_line().show
-    llm = LLM(args.bundle, backend=args.backend, device=args.device, checkpoint=args.checkpoint, progress=show)
+    llm = LLM(
+        args.bundle,
+        backend=args.backend,
+        device=args.device,
+        checkpoint=args.checkpoint,
+        num_blocks=args.num_blocks,
+        progress=show,
+        memory_reserve_bytes=args.memory_reserve,
+    )
     names = (*_SAMPLING_FLAGS, "max_tokens", "seed", "stop")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     params = replace(llm.default_sampling_params, **given)

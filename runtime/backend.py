@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
@@ -17,16 +16,17 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.execute import use_cubins
 from qwen4exp_trt.runtime.bundle_programs import distinct_weights, load_programs, load_token_ids
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
-from qwen4exp_trt.runtime.cuda_device import check_total_memory, device_from_name, exact_matmuls
+from qwen4exp_trt.runtime.cuda_device import device_from_name, exact_matmuls, limit_allocations
 from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs, move_inputs
 from qwen4exp_trt.runtime.file_identity import identity_differences
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import KERNELS_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
-from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES, NgramRows
+from qwen4exp_trt.runtime.memory_plan import MemoryPlan, plan_memory
+from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampler import (
     SAMPLING_INPUTS,
     SampledToken,
@@ -36,12 +36,12 @@ from qwen4exp_trt.runtime.sampler import (
     sample,
     sampling_operands,
 )
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, NgramRowsSpec, StateSpec, WeightSpec, extent_of
+from qwen4exp_trt.runtime.specs import NgramRowsSpec
+from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, real_rows, stack_of, step_result
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
-from qwen4exp_trt.runtime.weights import dtype_from_name
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,15 @@ BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
-    """Runs steps over states that it owns. It may sample as well: see `EagerBackend.sample_step`."""
+    """Runs steps over states that it owns, on ``device``. It may sample as well: see `EagerBackend.sample_step`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def states(self) -> StatePool:
+        """Every state that a step updates, also those that are not in the device's memory, and those of ``draft``."""
+        ...
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
@@ -61,8 +69,9 @@ class EagerBackend:
 
     On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op. ``states``
     and ``weights`` are those of the program by name, on ``device``; steps are within ``limits``. ``rows`` complete
-    their inputs, if the program takes rows of a table that is on disk. The inputs of a step are on the CPU; ids and the
-    ``stack`` that a draft head takes may be on ``device`` too, and are then copied there.
+    their inputs, if the program takes rows of a table that is on disk. ``memory_plan``: what it was loaded by.
+    ``draft`` runs the draft head, if it is loaded. The inputs of a step are on the CPU; ids and the ``stack`` that a
+    draft head takes may be on ``device`` too, and are then copied there.
     """
 
     def __init__(
@@ -73,13 +82,16 @@ class EagerBackend:
         limits: EngineLimits,
         device: torch.device,
         rows: NgramRows | None = None,
+        memory_plan: MemoryPlan | None = None,
+        draft: EagerBackend | None = None,
+        token_ids: Tensor | None = None,
     ) -> None:
-        self.program, self.states, self.weights, self.rows, self.device = program, states, weights, rows, device
-        self.limits = limits
-        self.draft: EagerBackend | None = None
-        """Runs the draft head, if it is loaded."""
-        self.token_ids: Tensor | None = None
+        self.program, self.weights, self.rows, self.device = program, weights, rows, device
+        self.limits, self.memory_plan, self.draft = limits, memory_plan, draft
+        self.token_ids = token_ids
         """int64 ``[V]`` on the CPU: the ids that the columns of the logits stand for, ascending; None for all ids."""
+        others = [part.states for part in (rows, draft) if part is not None]
+        self.states = StatePool(program.states, states).joined(*others)
         self._graphs, self._program_for_few = None, program
         if device.type == "cuda":
             self._program_for_few = with_own_linears(program)
@@ -168,59 +180,37 @@ class EagerBackend:
 def load_eager_backend(
     folder: Path,
     manifest: Manifest,
-    checkpoint: Path | None,
-    num_blocks: int,
+    options: LoadOptions,
     device: torch.device,
-    progress: Progress | None = None,
-    row_cache_bytes: int = DEFAULT_CACHE_BYTES,
-    with_draft_head: bool = False,
+    runs_engine: bool = False,
 ) -> EagerBackend:
-    """The program of the bundle ``folder`` with its weights, and states of ``num_blocks`` pages.
+    """The program of the bundle ``folder`` with its weights, and states of as many pages as `plan_memory` allows.
 
-    ``row_cache_bytes``: see `NgramRows`. ``with_draft_head``: its draft head is loaded too, as the result's ``draft``;
-    weights that both use are there once.
+    A draft head that ``options`` ask for is the result's ``draft``; weights that both use are there once.
+    ``runs_engine``: for an engine beside it, whose memory is planned as well.
     """
-    programs = load_programs(folder, manifest, with_draft_head)
-    limits, files = manifest.limits, open_weight_files(folder, manifest, checkpoint)
-    specs = distinct_weights(folder, programs)
+    programs, limits = load_programs(folder, manifest, options.with_draft_head), manifest.limits
+    plan = plan_memory(programs, manifest, options, device, runs_engine)
+    limit_allocations(plan, device)
+    files = open_weight_files(folder, manifest, options.checkpoint)
+    weight_specs = distinct_weights(folder, programs)
     state_specs = tuple(spec for program in programs for spec in program.states)
-    _check_memory(specs, state_specs, manifest.host_weights, num_blocks, limits.num_slots, device)
     # First, so that a lack of memory shows before weights are read for minutes.
-    states = allocate_states(state_specs, num_blocks, limits.num_slots, device)
-    logger.info("loading %d weights from %s", len(specs), ", ".join(str(file.path) for file in files))
+    states = allocate_states(state_specs, plan.num_blocks, limits.num_slots, device)
+    logger.info("loading %d weights from %s", len(weight_specs), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
-        weights = load_weights(specs, reader, device, progress, manifest.host_weights)
+        weights = load_weights(weight_specs, reader, device, options.progress, manifest.host_weights)
+    model, *drafts = programs
+    rows = None
+    if any(isinstance(spec, NgramRowsSpec) for spec in model.inputs):
+        rows = NgramRows(model.inputs, TensorReader(*files), limits.num_slots, options.row_cache_bytes)
     if device.type == "cuda":
         use_cubins(folder / KERNELS_DIR)
-    backend, *drafts = [
-        EagerBackend(
-            program,
-            {spec.name: states[spec.name] for spec in program.states},
-            {spec.name: weights[spec.name] for spec in program.weights},
-            limits,
-            device,
-        )
-        for program in programs
-    ]
-    if any(isinstance(spec, NgramRowsSpec) for spec in backend.program.inputs):
-        backend.rows = NgramRows(backend.program.inputs, TensorReader(*files), limits.num_slots, row_cache_bytes)
-    for draft in drafts:
-        backend.draft, draft.token_ids = draft, load_token_ids(folder, manifest)
-    return backend
-
-
-def _check_memory(
-    weight_specs: Sequence[WeightSpec],
-    state_specs: Sequence[StateSpec],
-    host_weights: Sequence[str],
-    num_blocks: int,
-    num_slots: int,
-    device: torch.device,
-) -> None:
-    extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
-    states = sum(spec.row_bytes * extent_of(spec.shape[0], extents) for spec in state_specs)
-    weights = sum(spec.tensor.num_bytes({}) for spec in weight_specs if spec.name not in host_weights)
-    check_total_memory(device, states + weights, f"weights and {num_blocks} pages of states")
+    draft = None
+    if drafts:
+        token_ids = load_token_ids(folder, manifest)
+        draft = EagerBackend(drafts[0], states, weights, limits, device, token_ids=token_ids)
+    return EagerBackend(model, states, weights, limits, device, rows, plan, draft)
 
 
 @contextmanager
@@ -236,48 +226,32 @@ def _steps_that_fit(device: torch.device) -> Iterator[None]:
 
 
 def make_backend(
-    name: str,
-    device: str | None,
-    folder: Path,
-    manifest: Manifest,
-    checkpoint: Path | None,
-    num_blocks: int,
-    progress: Progress | None = None,
-    row_cache_bytes: int = DEFAULT_CACHE_BYTES,
-    with_draft_head: bool = False,
+    name: str, device: str | None, folder: Path, manifest: Manifest, options: LoadOptions
 ) -> EagerBackend | TensorRTBackend:
     """The backend called ``name``, loaded, on ``device`` (None: the CPU for ``eager``, else the GPU).
 
-    ``with_draft_head``: as `load_eager_backend` has it. `BundleError` for a backend that there is not, an absent
-    device, or an engine that does not fit.
+    `BundleError` for one that there is not, an absent device, an engine that does not fit, or too little memory.
     """
     if name not in BACKENDS:
         raise BundleError(f"there is no backend {name!r}; use one of {', '.join(BACKENDS)}")
     is_eager = name == "eager"
     chosen = device_from_name(device or ("cpu" if is_eager else "cuda"))
-    load = partial(
-        load_eager_backend,
-        *(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes, with_draft_head),
-    )
     if is_eager:
-        return load()
+        return load_eager_backend(folder, manifest, options, chosen)
     if chosen.type == "cpu":
         raise BundleError(f"the backend {name!r} executes on a GPU; use device 'cuda', or the backend 'eager'")
     trt = load_trt(name)
     check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
-    return engines_of(trt, folder, manifest, load())
+    return engines_of(trt, folder, manifest, load_eager_backend(folder, manifest, options, chosen, runs_engine=True))
 
 
 def engines_of(trt: ModuleType, folder: Path, manifest: Manifest, loaded: EagerBackend) -> TensorRTBackend:
     """The engines of the bundle ``folder`` in place of the programs in ``loaded``, over the same states and weights."""
-    common = trt, folder, manifest
-    model, draft = loaded, loaded.draft
-    backend = TensorRTBackend(*common, model.program, model.states, model.weights, model.device, model.rows)
-    if draft is not None:
-        own = draft.program, draft.states, draft.weights, draft.device
-        backend.draft = TensorRTBackend(*common, *own, is_draft=True)
-        backend.draft.token_ids = draft.token_ids
-    return backend
+    bundle, draft = (trt, folder, manifest), None
+    if (own := loaded.draft) is not None:
+        draft = TensorRTBackend(*bundle, own.program, own.states, own.weights, own.device, is_draft=True)
+    parts = loaded.program, loaded.states, loaded.weights, loaded.device, loaded.rows, loaded.memory_plan
+    return TensorRTBackend(*bundle, *parts, draft)
 
 
 def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:
@@ -315,22 +289,3 @@ def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
         )
     where = " or ".join(map(str, places))
     raise BundleError(f"{folder}: its converted weights are not at {where}; move them there, or build the bundle again")
-
-
-def allocate_states(
-    specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """Every state buffer by name, filled with its initial value; `BundleError` if there is no memory for them."""
-    extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
-    shapes = [[extent_of(dim, extents) for dim in spec.shape] for spec in specs]
-    try:
-        return {
-            spec.name: torch.full(shape, spec.init, dtype=dtype_from_name(spec.dtype), device=device)
-            for spec, shape in zip(specs, shapes, strict=True)
-        }
-    except RuntimeError as error:
-        needed = sum(spec.row_bytes * shape[0] for spec, shape in zip(specs, shapes, strict=True))
-        raise BundleError(
-            f"cannot allocate {needed / 2**30:,.1f} GiB on {device} for the states of {num_slots} sequences and "
-            f"{num_blocks} pages; load the bundle with a smaller num_blocks: {error}"
-        ) from error

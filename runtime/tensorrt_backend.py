@@ -14,11 +14,14 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.spec import element_shape
 from qwen4exp_trt.plugins.tensorrt import register_creators
+from qwen4exp_trt.runtime.bundle_programs import load_token_ids
 from qwen4exp_trt.runtime.engine_tensors import check_io_tensors
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.memory_plan import MemoryPlan
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.sampler import SampleRequest, sample
+from qwen4exp_trt.runtime.state_pool import StatePool
 from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, real_rows, step_result
 from qwen4exp_trt.runtime.trt_log import make_log
 from qwen4exp_trt.runtime.weights import dtype_from_name
@@ -44,10 +47,15 @@ class TensorRTBackend:
         weights: Mapping[str, Tensor],
         device: torch.device,
         rows: NgramRows | None = None,
+        memory_plan: MemoryPlan | None = None,
+        draft: TensorRTBackend | None = None,
         is_draft: bool = False,
     ) -> None:
         check_engine_fits(trt, folder, manifest, device)
-        self.trt, self.program, self.states, self.weights, self.rows = trt, program, states, weights, rows
+        self.trt, self.program, self.weights, self.rows = trt, program, weights, rows
+        others = [part.states for part in (rows, draft) if part is not None]
+        self.states = StatePool(program.states, states).joined(*others)
+        self.memory_plan = memory_plan
         self.device, self.stream = device, None if device.type == "cpu" else torch.cuda.Stream(device)
         self.log = make_log(trt)
         part = folder / DRAFT_DIR if is_draft else folder
@@ -55,9 +63,8 @@ class TensorRTBackend:
         check_io_tensors(part, trt, self.engine, program)
         assert not is_draft or manifest.draft is not None, folder
         self.profiles = manifest.draft.profiles if is_draft and manifest.draft else manifest.profiles
-        self.draft: TensorRTBackend | None = None
-        """Runs the draft head, if it is loaded."""
-        self.token_ids: Tensor | None = None
+        self.draft = draft
+        self.token_ids = load_token_ids(folder, manifest) if is_draft else None
         """As that of `EagerBackend`."""
         extents = {"L": manifest.limits.max_logits_rows, "T": manifest.limits.max_step_tokens}
         self.outputs = {
@@ -70,6 +77,9 @@ class TensorRTBackend:
         }
         self._activations = self._allocate_activations()
         self.contexts = {name: self._make_context(index, name) for index, name in enumerate(self.profiles)}
+        if draft is not None:  # only one of the two runs at a time
+            smaller, larger = sorted((self, draft), key=lambda backend: backend._activations.nbytes)
+            smaller._use_activations(larger._activations)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The logits of `run_step`."""
@@ -118,6 +128,11 @@ class TensorRTBackend:
         """What the most demanding profile needs."""
         sizes = [self.engine.get_device_memory_size_for_profile_v2(index) for index in range(len(self.profiles))]
         return torch.empty(max([*sizes, 1]), dtype=torch.uint8, device=self.device)
+
+    def _use_activations(self, memory: Tensor) -> None:
+        self._activations = memory
+        for context in self.contexts.values():
+            context.set_device_memory(memory.data_ptr(), memory.nbytes)
 
     def _make_context(self, index: int, profile: str) -> Any:
         """The context of a profile, with every address bound that no step changes."""

@@ -74,7 +74,7 @@ def reference_stacks(
 def reference_drafts(
     reference: Any, head: DraftHeadReference, next_ids: Sequence[int], stack: Tensor, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Logits and own stacks of pairs 0 to T - 1 in one pass: ``next_ids`` are tokens 1 to T, ``stack`` is 0 to T - 1."""
+    """Logits and own stacks of pairs 0 to T - 1 in one pass; ``next_ids`` are tokens 1 to T, ``stack`` 0 to T - 1."""
     with StableTopk():
         read, own = head(reference.model.embed_tokens(torch.tensor(list(next_ids))), stack, positions)
     return reference.lm_head(read), own

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from qwen4exp_trt.runtime.backend import EagerBackend, make_backend
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
+from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import Manifest
 
 BUDGET, RATIO = 16, 4
@@ -63,7 +64,8 @@ def make_drafting(folder: Path, dtype: str = "float32", **overrides: Any) -> Dra
     config = tiny_config_dict(**SMALL, mtp_num_hidden_layers=1, **overrides)
     write_hf_checkpoint(folder / "checkpoint", config, dtype=dtype)
     bundle = build(folder / "checkpoint", folder / "bundle", activation_dtype=dtype, backend="tensorrt-rtx", **LIMITS)
-    backend = make_backend("eager", None, bundle, Manifest.load(bundle), None, 4 * 64, with_draft_head=True)
+    options = LoadOptions(num_blocks=4 * 64, with_draft_head=True)
+    backend = make_backend("eager", None, bundle, Manifest.load(bundle), options)
     assert isinstance(backend, EagerBackend)
     head = build_draft_head(config, dtype=dtype)
     return Drafting(load_reference(folder / "checkpoint", dtype), head, backend, folder / "checkpoint")
