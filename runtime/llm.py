@@ -65,7 +65,9 @@ class LLM:
         max_num_seqs: int | None = None,
         speculate: SpeculativeConfig | str | None = None,
     ) -> None:
+        self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         options = LoadOptions(
+            with_draft_head=self.speculative_config is not None and self.speculative_config.method == "mtp",
             checkpoint=None if checkpoint is None else _checked_path("checkpoint", checkpoint),
             num_blocks=num_blocks,
             row_cache_bytes=row_cache_bytes,
@@ -82,7 +84,6 @@ class LLM:
                 f"max_num_seqs is {max_num_seqs!r}; this bundle runs 1 to {limits.max_batch_size} sequences at a time, "
                 "and more if it is built with a larger --max-batch-size"
             )
-        self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         self.tokenizer = Tokenizer.from_dir(folder)
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
@@ -97,7 +98,13 @@ class LLM:
             self.manifest.stop_token_ids,
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
-            drafting=make_drafting(self.speculative_config),
+            drafting=make_drafting(
+                self.speculative_config,
+                loaded.draft,
+                limits,
+                self.manifest.vocab_size,
+                self.tokenizer.vocab_size if self.tokenizer else None,
+            ),
         )
 
     def generate(

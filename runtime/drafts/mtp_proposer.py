@@ -28,10 +28,11 @@ from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.step_inputs import pack_step
 
 if TYPE_CHECKING:  # they import this package
-    from qwen4exp_trt.runtime.backend import Backend
+    from qwen4exp_trt.runtime.backend import EagerBackend
     from qwen4exp_trt.runtime.scheduler import ScheduledSequence
     from qwen4exp_trt.runtime.sequence import Sequence
     from qwen4exp_trt.runtime.sequence_memory import Memory
+    from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend
 
 
 @dataclass(frozen=True)
@@ -61,17 +62,22 @@ class MtpProposer:
     num_rewritten = 1
 
     def __init__(
-        self, head: Backend, max_drafts: int, block_size: int, vocab_size: int, vocab_limit: int | None
+        self,
+        head: EagerBackend | TensorRTBackend,
+        max_drafts: int,
+        block_size: int,
+        vocab_size: int,
+        vocab_limit: int | None,
     ) -> None:
         self.num_lookahead = max_drafts - 1
         self._head, self._block_size = head, block_size
         self._sampler = DraftSampler(head.token_ids, vocab_size, vocab_limit, head.device)
         (spec,) = (spec for spec in head.program.inputs if spec.name == STACK)
         ring = StateSpec("mtp.stack_ring", StateKind.STACK_RING, 0, (NUM_SLOTS, DRAFT_ROWS, spec.shape[1]), spec.dtype)
-        states = allocate_states((ring,), head.states.num_blocks, head.states.num_slots, head.device)
+        num_slots = next(len(head.states[spec.name]) for spec in head.states.specs if not spec.is_paged)
+        states = allocate_states((ring,), 0, num_slots, head.device)
         self._ring = states[ring.name]
-        self.states = head.states.joined(StatePool((ring,), states))
-        """All that is to be kept, copied and restored together with the model's states."""
+        self.states = StatePool((ring,), states)
         self._memories: WeakKeyDictionary[Sequence, Memory] = WeakKeyDictionary()
         """In which every pair of the tokens that are computed is there, with the tokens that the sequence has."""
         self._first: dict[Sequence, tuple[Tensor, Tensor]] = {}
