@@ -26,8 +26,11 @@ if TYPE_CHECKING:  # they import this package
 class Proposer(Protocol):
     """Where drafts come from. A step calls `observe`, then `propose`."""
 
-    states: StatePool | None
-    """What it keeps of sequences beside the states of the backend, slot by slot."""
+    @property
+    def states(self) -> StatePool | None:
+        """What it keeps of sequences beside the states of the backend, slot by slot."""
+        ...
+
     num_lookahead: int
     """Positions behind those of a step that `propose` may write to."""
     num_rewritten: int

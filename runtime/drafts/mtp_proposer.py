@@ -1,9 +1,9 @@
 """Drafts of the checkpoint's draft head, which reads the model's residual stack and the token that followed.
 
-A *pair* i is the model's stack at position i together with the token at i + 1; the head's states hold a row for each. As
-long as a sequence decodes, the head has as many pairs as the model has tokens. A step of the model brings new pairs, and
-of rejected drafts none: the next ones are written over theirs. To draft more than one token the head goes on with its
-own stack, for rows that the next step's pairs are written over as well.
+A *pair* i is the model's stack at position i together with the token at i + 1; the head's states hold a row for each.
+After every step the head has as many pairs as the model has tokens. Rejected drafts bring none: the next pairs are
+written over what the states have of them. To draft more than one token the head goes on with its own stack, for rows
+that the next step's pairs are written over as well.
 
 States that are restored, forked or taken back are followed by other tokens than before, so their last pair is computed
 again. Its stack is kept: the last 8 of every sequence, by position, in a state of its own.
