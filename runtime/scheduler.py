@@ -22,6 +22,12 @@ class ScheduledSequence:
         """True when the step runs the sequence's last token, so that the next one can be sampled."""
         return self.num_tokens == self.sequence.num_tokens_left
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's."""
+        left = len(self.sequence.prompt_token_ids) - self.sequence.num_computed
+        return max(min(left, self.num_tokens), 0)
+
 
 class Scheduler:
     """First come, first served, with chunked prefill beside decoding sequences in one step.
@@ -30,8 +36,9 @@ class Scheduler:
     never lacks memory.
     """
 
-    def __init__(self, limits: EngineLimits, num_blocks: int) -> None:
+    def __init__(self, limits: EngineLimits, num_blocks: int, max_num_seqs: int | None = None) -> None:
         self.limits, self.num_blocks = limits, num_blocks
+        self.max_num_seqs = limits.max_batch_size if max_num_seqs is None else max_num_seqs
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(reversed(range(limits.num_slots)))
@@ -40,6 +47,14 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         return len(self._waiting) + len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     def num_free_slots(self) -> int:
@@ -94,7 +109,7 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while self._waiting and self.acquire_memory(self._waiting[0]):
+        while self._waiting and self.num_running < self.max_num_seqs and self.acquire_memory(self._waiting[0]):
             self._running.append(self._waiting.popleft())
 
     def _blocks_for(self, num_tokens: int) -> int:
