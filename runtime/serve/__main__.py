@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser(prog=PROG, description="Serve a bundle with OpenAI's HTTP API.")
     parser.add_argument("bundle", help="folder made by qwen4exp-build")
     server = parser.add_argument_group("server")
-    server.add_argument("--host", default=LOOPBACK, help="address to listen on (default: %(default)s, this machine only)")
+    server.add_argument(
+        "--host", default=LOOPBACK, help="address to listen on (default: %(default)s, this machine alone)"
+    )
     server.add_argument("--port", type=int, default=8000, metavar="N", help="0 for any (default: %(default)s)")
     server.add_argument(
         "--api-key",
@@ -55,7 +58,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if not 0 <= args.port < 1 << 16:
         parser.error(f"--port is {args.port}; 0 to 65535 was expected")
-    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable() and args.api_key.strip()):
+    if args.api_key is not None and not (
+        args.api_key.isascii() and args.api_key.isprintable() and args.api_key.strip()
+    ):
         parser.error(f"--api-key (or ${API_KEY_VARIABLE}) is empty or not printable ASCII")
     for name, least in (("max_waiting", 0), ("max_body_size", 1), ("drain_timeout", 0)):
         if not getattr(args, name) >= least:
@@ -73,9 +78,7 @@ def serve(args: argparse.Namespace) -> None:
         )
     # The address comes first: a port that is taken is no reason to load a model.
     with server.bound_socket(args.host, args.port) as sock:
-        llm = AsyncLLM(
-            args.bundle, max_waiting=args.max_waiting, progress=loading_line().show, **llm_options(args)
-        )
+        llm = AsyncLLM(args.bundle, max_waiting=args.max_waiting, progress=loading_line().show, **llm_options(args))
         name = args.served_model_name or Path(args.bundle).resolve().name
         max_open = args.max_waiting + llm.max_num_seqs
         options = app.ServerOptions(name, args.api_key, max_open, args.max_body_size * _MIB)
@@ -84,7 +87,13 @@ def serve(args: argparse.Namespace) -> None:
             who = "anyone on this machine" if args.api_key is None else "clients with the API key"
             print(f"{PROG}: {name} is ready for {who} at {server.url_of(sock)}/v1", flush=True)
 
-        asyncio.run(server.serve(llm, app.make_app(llm, options), sock, args.drain_timeout, say_ready))
+        async def run() -> None:
+            stop = server.StopSignal()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                asyncio.get_running_loop().add_signal_handler(number, stop.say)
+            await server.serve(llm, app.make_app(llm, options), sock, args.drain_timeout, say_ready, stop)
+
+        asyncio.run(run())
 
 
 def _import_server() -> tuple[ModuleType, ModuleType, ModuleType]:

@@ -78,6 +78,8 @@ def _wording(problem: Mapping[str, Any]) -> str:
         return "this server does not know the field"
     if kind == "json_invalid":
         return f"the body is not JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
+    if kind == "model_attributes_type" and len(problem["loc"]) == 1:
+        return "the body is no JSON object; send one, with 'Content-Type: application/json'"
     if kind == "missing":
         return "a value is needed"
     return str(problem["msg"])

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qwen4exp_trt.errors import Q4eError
@@ -33,7 +34,7 @@ from qwen4exp_trt.runtime.serve.security import HEALTH_PATH, ApiKey, Gatekeeper
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """``api_key`` None: anyone on this machine. ``max_open``: requests in work at a time. ``max_body_bytes``: of each."""
+    """``api_key`` None: anyone on this machine. ``max_open``: requests at a time. ``max_body_bytes``: of each."""
 
     model_name: str
     api_key: str | None
@@ -49,7 +50,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> ASGIApp:
     _add_information(app, llm, options, metrics)
     _add_error_handlers(app)
     key = None if options.api_key is None else ApiKey(options.api_key)
-    paths = {route.path for route in app.routes if hasattr(route, "path")}
+    paths = {route.path for route in app.routes if isinstance(route, Route)}
     return _CountResponses(Gatekeeper(app, key, options.max_open), metrics, paths)
 
 

@@ -48,7 +48,9 @@ class ChatCompletion:
         head = self._head("chat.completion.chunk")
         usage = {"usage": None} if self._request.includes_usage else {}
 
-        def event(delta: dict[str, Any], logprobs: list[Any] | None = None, reason: str | None = None) -> dict[str, Any]:
+        def event(
+            delta: dict[str, Any], logprobs: list[Any] | None = None, reason: str | None = None
+        ) -> dict[str, Any]:
             found = {"content": logprobs} if logprobs else None
             choice = {"index": 0, "delta": delta, "logprobs": found, "finish_reason": reason}
             return {**head, "choices": [choice], **usage}
@@ -138,8 +140,8 @@ class ChatCompletion:
         self._num_calls += len(message.tool_calls)
         self._count_reasoning(chunk)
         tokenizer = self._llm.tokenizer
-        has_logprobs = num_top is not None and tokenizer is not None
-        logprobs = chat_logprobs(shown_logprobs(chunk), num_top, tokenizer) if has_logprobs else []
+        assert tokenizer is not None, "without a tokenizer no chat is rendered"
+        logprobs = [] if num_top is None else chat_logprobs(shown_logprobs(chunk), num_top, tokenizer)
         return _Piece(message, logprobs, "tool_calls" if reason == "stop" and self._num_calls else reason)
 
     def _start_reasoning(self, starts_with_reasoning: bool | None) -> None:

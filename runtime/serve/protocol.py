@@ -39,12 +39,17 @@ _DEFAULT_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 """Fields that would change the answer and are not implemented: the values without effect, and what there is instead."""
 
 
+def refusal(message: str) -> PydanticCustomError:
+    """What a validator raises; ``message`` is for the client."""
+    return PydanticCustomError("refused", "{message}", {"message": message})
+
+
 def _only_default(value: Any, info: ValidationInfo) -> Any:
     name = cast(str, info.field_name)
     values, offered = _DEFAULT_ONLY[name]
     if value is not None and value not in values:
         allowed = " or ".join(["null", *map(repr, values)])
-        raise PydanticCustomError("not_supported", f"not supported; this server has {offered} (allowed: {allowed})")
+        raise refusal(f"not supported; this server has {offered} (allowed: {allowed})")
     return value
 
 
@@ -107,15 +112,15 @@ class GenerationRequest(_Body):
     def _check_stop(cls, stop: Any) -> Any:
         strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
         if not isinstance(strings, list) or not all(isinstance(one, str) for one in strings):
-            raise PydanticCustomError("stop", "a string or a list of strings was expected")
+            raise refusal("a string or a list of strings was expected")
         if len(strings) > MAX_STOP_STRINGS:
-            raise PydanticCustomError("stop", f"{len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
+            raise refusal(f"{len(strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
         return [one for one in strings if one]
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options need stream to be true")
+            raise refusal("stream_options need stream to be true")
         return self
 
     @property
@@ -139,16 +144,16 @@ class CompletionRequest(GenerationRequest):
     def _list_prompts(cls, prompt: Any) -> list[str | list[int]]:
         prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
         if not isinstance(prompts, list) or not prompts:
-            raise PydanticCustomError("prompt", "a text, a list of token ids, or a list of either was expected")
+            raise refusal("a text, a list of token ids, or a list of either was expected")
         for index, one in enumerate(prompts):
             if not isinstance(one, str) and not _is_ids(one):
-                raise PydanticCustomError("prompt", f"item {index} is neither a text nor a list of token ids")
+                raise refusal(f"item {index} is neither a text nor a list of token ids")
         return prompts
 
     @model_validator(mode="after")
     def _check_echo(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
-            raise PydanticCustomError("echo", "echo with logprobs is not supported: prompts have no log-probabilities")
+            raise refusal("echo with logprobs is not supported: prompts have no log-probabilities")
         return self
 
 
@@ -170,7 +175,7 @@ class ToolCallOfMessage(BaseModel):
 
 
 class Message(_Body):
-    """``name``, ``tool_call_id``, ``annotations`` and the ids of tool calls: the chat template shows them to no model."""
+    """The chat template has no use for ``name``, ``tool_call_id``, ``annotations`` and the ids of tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Any = None
@@ -190,13 +195,13 @@ class Message(_Body):
         if content is None or isinstance(content, str):
             return content
         if not isinstance(content, list):
-            raise PydanticCustomError("content", "a text or a list of parts was expected")
+            raise refusal("a text or a list of parts was expected")
         for index, part in enumerate(content):
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
-                raise PydanticCustomError("content", f"part {index} has the type {kind!r}; this server takes text only")
+                raise refusal(f"part {index} has the type {kind!r}; this server takes text only")
             if not isinstance(part.get("text"), str) or part.keys() != {"type", "text"}:
-                raise PydanticCustomError("content", f"part {index} is not of the form {{type: 'text', text: ...}}")
+                raise refusal(f"part {index} is not of the form {{type: 'text', text: ...}}")
         return content
 
     def for_template(self) -> dict[str, Any]:
@@ -224,7 +229,7 @@ class Function(_Body):
     @classmethod
     def _check_name(cls, name: str) -> str:
         if not _TOOL_NAME.fullmatch(name):
-            raise PydanticCustomError("name", "1 to 128 letters, digits and any of _.:/- were expected")
+            raise refusal("1 to 128 letters, digits and any of _.:/- were expected")
         return name
 
 
@@ -269,7 +274,7 @@ class ChatRequest(GenerationRequest):
     def _check_tool_choice(cls, choice: Any) -> Any:
         if choice not in (None, "auto", "none"):
             message = "not supported: nothing can force the model to call a tool (allowed: 'auto' or 'none')"
-            raise PydanticCustomError("not_supported", message)
+            raise refusal(message)
         return choice
 
     @field_validator("tools")
@@ -278,7 +283,7 @@ class ChatRequest(GenerationRequest):
         counts = Counter(tool.function.name for tool in tools or ())
         twice = sorted(name for name, count in counts.items() if count > 1)
         if twice:
-            raise PydanticCustomError("tools", f"more than one function has the name {', '.join(twice)}")
+            raise refusal(f"more than one function has the name {', '.join(twice)}")
         return tools
 
     @field_validator("chat_template_kwargs")
@@ -286,20 +291,20 @@ class ChatRequest(GenerationRequest):
     def _check_template_kwargs(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
         taken = sorted({"self", "template", "messages", "tools", "add_generation_prompt"} & (kwargs or {}).keys())
         if taken:
-            raise PydanticCustomError("chat_template_kwargs", f"{', '.join(taken)} cannot be set here")
+            raise refusal(f"{', '.join(taken)} cannot be set here")
         return kwargs
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "top_logprobs need logprobs to be true")
+            raise refusal("top_logprobs need logprobs to be true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+            raise refusal("max_tokens and max_completion_tokens differ; give one of them")
         kwargs = self.chat_template_kwargs or {}
         for name in ("enable_thinking", "reasoning_effort"):
             value = getattr(self, name)
             if value is not None and kwargs.get(name, value) != value:
-                raise PydanticCustomError(name, f"{name} is {value!r}, but chat_template_kwargs have another value")
+                raise refusal(f"{name} is {value!r}, but chat_template_kwargs have another value")
         return self
 
     def template_variables(self) -> dict[str, Any]:

@@ -27,9 +27,9 @@ class _Place(Enum):
 class ReasoningSplitter:
     """The output up to ``</think>`` is reasoning, the rest is the answer; the cuts between pieces do not matter.
 
-    ``prompt`` decides where the output begins: inside a block that the prompt has opened, behind one that it has closed,
-    or before any, where the output may open one itself. White space around the reasoning and line breaks before the
-    answer belong to the template, and are dropped. Output without a block is the answer as it is.
+    ``prompt`` decides where the output begins: inside a block that the prompt has opened, behind one that it has
+    closed, or before any, where the output may open one itself. White space around the reasoning and line breaks before
+    the answer belong to the template, and are dropped. Output without a block is the answer as it is.
     """
 
     def __init__(self, prompt: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ _LAST_BYTES_S = 5
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at the address, which listens once the server runs. Raises `ServerError` if the address is not to be had."""
+    """A socket at the address, which does not listen yet. Raises `ServerError` if the address is not to be had."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
@@ -44,13 +43,29 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(
-    llm: AsyncLLM, app: ASGIApp, sock: socket.socket, drain_timeout: float, on_ready: Callable[[], None]
-) -> None:
-    """Serve until SIGTERM or SIGINT; ``on_ready`` is called when requests are taken.
+class StopSignal:
+    """Says stop to `serve`, from within its event loop; said again, that there is no time left."""
 
-    The signal closes the socket and ``llm``: open requests have ``drain_timeout`` seconds to end. A second signal ends
-    them at once.
+    def __init__(self) -> None:
+        self.is_said, self.is_urgent = asyncio.Event(), asyncio.Event()
+
+    def say(self) -> None:
+        if self.is_said.is_set():
+            self.is_urgent.set()
+        self.is_said.set()
+
+
+async def serve(
+    llm: AsyncLLM,
+    app: ASGIApp,
+    sock: socket.socket,
+    drain_timeout: float,
+    on_ready: Callable[[], None],
+    stop: StopSignal,
+) -> None:
+    """Serve on ``sock`` until ``stop``; ``on_ready`` is called when requests are taken.
+
+    Then the socket and ``llm`` are closed: open requests have ``drain_timeout`` seconds to end.
     """
     config = uvicorn.Config(
         app,
@@ -63,22 +78,28 @@ async def serve(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(drain_timeout) + _LAST_BYTES_S,
     )
-    server, stop = _Server(config, on_ready), asyncio.Event()
-    with _signals(stop, server):
-        running = asyncio.create_task(server.serve(sockets=[sock]))
-        stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        server.should_exit = True
-        closing = asyncio.create_task(llm.close(drain_timeout))
-        await running
-        if server.force_exit:
-            await llm.close()
-        await closing
+    server = _Server(config, on_ready)
+    running = asyncio.create_task(server.serve(sockets=[sock]))
+    await _until(running, stop.is_said)
+    server.should_exit = True
+    closing = asyncio.create_task(llm.close(drain_timeout))
+    await _until(running, stop.is_urgent)
+    if not running.done():
+        server.force_exit = True
+        await llm.close()
+    await running
+    await closing
+
+
+async def _until(task: asyncio.Task[None], event: asyncio.Event) -> None:
+    """Wait for the end of ``task`` or for ``event``."""
+    waiting = asyncio.create_task(event.wait())
+    await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `serve`: uvicorn would end the process by the signal, after a clean end."""
+    """Leaves signals to its caller: uvicorn would end the process by the signal, after a clean end."""
 
     def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -91,21 +112,3 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-@contextmanager
-def _signals(stop: asyncio.Event, server: uvicorn.Server) -> Iterator[None]:
-    """The first signal sets ``stop``, the next one makes the server end without waiting."""
-
-    def receive() -> None:
-        server.force_exit = stop.is_set()
-        stop.set()
-
-    loop, signals = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, receive)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)

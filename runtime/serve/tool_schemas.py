@@ -94,4 +94,3 @@ def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
     for key in reference.removeprefix("#").split("/")[1:]:
         place = place.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
     return place
-
