@@ -51,7 +51,7 @@ def make_app(llm: AsyncLLM, options: ServerOptions) -> ASGIApp:
     _add_error_handlers(app)
     key = None if options.api_key is None else ApiKey(options.api_key)
     paths = {route.path for route in app.routes if isinstance(route, Route)}
-    return _CountResponses(Gatekeeper(app, key, options.max_open), metrics, paths)
+    return _CountResponses(Gatekeeper(app, key, options.max_open, options.max_body_bytes), metrics, paths)
 
 
 def _add_completions(app: FastAPI, llm: AsyncLLM, options: ServerOptions) -> None:

@@ -50,21 +50,21 @@ class Gatekeeper:
 
     With ``key`` None the server is for this machine only, and a Host that is another machine's is refused: a web page
     could else reach the server under a name of its own (DNS rebinding). ``max_open`` bounds the requests with a body
-    that are in work at a time.
+    that are in work at a time, ``max_body_bytes`` what each may say of its length; FastAPI counts those that do not.
     """
 
-    def __init__(self, app: ASGIApp, key: ApiKey | None, max_open: int) -> None:
-        self._app, self._key, self._max_open = app, key, max_open
+    def __init__(self, app: ASGIApp, key: ApiKey | None, max_open: int, max_body_bytes: int) -> None:
+        self._app, self._key, self._max_open, self._max_body_bytes = app, key, max_open, max_body_bytes
         self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = None if scope["path"] == HEALTH_PATH else self._refusal(Headers(scope=scope))
-        has_body = scope["method"] == "POST"
-        if refusal is None and has_body and self._num_open >= self._max_open:
-            refusal = overloaded(f"{self._num_open} requests are open, the most that this server takes at a time")
+        headers, has_body = Headers(scope=scope), scope["method"] == "POST"
+        refusal = None if scope["path"] == HEALTH_PATH else self._refusal(headers)
+        if refusal is None and has_body:
+            refusal = self._refusal_of_body(headers.get("content-length", ""))
         if refusal is not None:
             await refusal.response()(scope, receive, send)
             return
@@ -84,6 +84,13 @@ class Gatekeeper:
         elif not self._key.admits(headers.get("authorization", "")):
             message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return None
+
+    def _refusal_of_body(self, length: str) -> ApiError | None:
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            return ApiError(413, f"the body has {length} bytes; at most {self._max_body_bytes} are allowed")
+        if self._num_open >= self._max_open:
+            return overloaded(f"{self._num_open} requests are open, the most that this server takes at a time")
         return None
 
 
