@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.limits import EngineLimits
@@ -12,15 +12,27 @@ from qwen4exp_trt.runtime.sequence import Memory, Sequence
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """A sequence and how many of its tokens the step runs."""
+    """A sequence and how many of its tokens the step runs: some that it has, and behind its last one some drafts."""
 
     sequence: Sequence
     num_tokens: int
+    num_drafts: int = 0
+    """Of the tokens."""
+    start: int = field(init=False)
+    """The position of the first."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", self.sequence.num_computed)
 
     @property
     def samples(self) -> bool:
         """True when the step runs the sequence's last token, so that the next one can be sampled."""
-        return self.num_tokens == self.sequence.num_tokens_left
+        return self.start + self.num_tokens - self.num_drafts == len(self.sequence.token_ids)
+
+    @property
+    def num_logits_rows(self) -> int:
+        """Rows whose logits the step gives: of the sequence's last token and of its drafts."""
+        return self.num_drafts + 1 if self.samples else 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -84,8 +96,9 @@ class Scheduler:
         for sequence in sorted(self._running, key=lambda running: running.num_tokens_left > 1):
             num_tokens = min(sequence.num_tokens_left, self.limits.prefill_chunk, budget)
             if num_tokens > 0:
-                scheduled.append(ScheduledSequence(sequence, num_tokens))
-                budget -= num_tokens
+                num_drafts = min(len(sequence.draft_token_ids), budget - num_tokens)
+                scheduled.append(ScheduledSequence(sequence, num_tokens + num_drafts, num_drafts))
+                budget -= num_tokens + num_drafts
         return scheduled
 
     def finish(self, sequence: Sequence) -> None:
