@@ -5,30 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
-import numpy as np
+from torch import Tensor
 
 from qwen4exp_trt.errors import DroppedError
+from qwen4exp_trt.runtime.drafts.acceptance import RequestAcceptance
+from qwen4exp_trt.runtime.drafts.rejection import DraftedToken
 from qwen4exp_trt.runtime.metrics import RequestMetrics
 from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk, logprobs_from_sampled
 from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, TokenHistory, seed_of
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.sequence_memory import Memory
 from qwen4exp_trt.runtime.stopping import FinishReason, StopChecker
 from qwen4exp_trt.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
-
-
-@dataclass
-class Memory:
-    """What a running sequence holds: a slot of the per-sequence states and pages of the paged caches."""
-
-    slot: int
-    blocks: list[int]
-
-    @cached_property
-    def block_row(self) -> np.ndarray:
-        """``blocks`` as int32: there may be thousands, which no step has to convert again."""
-        return np.array(self.blocks, dtype=np.int32)
 
 
 class Sequence:
@@ -56,8 +45,15 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)
         self.max_len, self.num_computed = max_len, 0
         self.memory: Memory | None = None
+        self.place_in_line: tuple[int, int, int] = (0, 0, 0)
+        """Among those of the scheduler: the lowest runs first."""
         self.error: DroppedError | None = None
         """Why this sequence was dropped."""
+        self.draft_token_ids: list[int] = []
+        """Tokens that may come next; a step verifies them all or some, and whatever it does not is forgotten."""
+        self.draft_probs: list[Tensor] | None = None
+        """What each of `draft_token_ids` was sampled from (float32 ``[vocab_size]``), if they were sampled."""
+        self.acceptance = RequestAcceptance()
         self.sample_request = SampleRequest(params, TokenHistory(prompt_token_ids), seed_of(params))
         self._stop_checker, self._tokenizer = stop_checker, tokenizer
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens) if tokenizer else None
@@ -67,6 +63,24 @@ class Sequence:
     def num_tokens_left(self) -> int:
         """Tokens to run before the next one can be sampled."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_drafts_wanted(self) -> int:
+        """The most drafts that may be of use: a step gives a token more than it accepts, up to `max_len` in all."""
+        return self.max_len - len(self.token_ids) - 1
+
+    def set_drafts(self, token_ids: SequenceOf[int], probs: SequenceOf[Tensor] | None = None) -> None:
+        """Propose ``token_ids``; ``probs`` has what each was sampled from, None if they were not sampled."""
+        self.draft_token_ids, self.draft_probs = list(token_ids), None if probs is None else list(probs)
+
+    def row_requests(self, num_drafts: int) -> list[SampleRequest]:
+        """What decides about the tokens of a step's rows: of the last token, and of the first ``num_drafts`` drafts."""
+        drafts, probs = self.draft_token_ids[:num_drafts], self.draft_probs
+        requests = [replace(self.sample_request, ahead=tuple(drafts[:row])) for row in range(num_drafts + 1)]
+        if probs is not None:
+            for row, token_id in enumerate(drafts):
+                requests[row] = replace(requests[row], drafted=DraftedToken(token_id, probs[row]))
+        return requests
 
     @property
     def num_output_tokens(self) -> int:
