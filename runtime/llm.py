@@ -12,6 +12,8 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError, RequestError
 from qwen4exp_trt.runtime.backend import make_backend
 from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
+from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
+from qwen4exp_trt.runtime.drafts.drafting import make_drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
 from qwen4exp_trt.runtime.manifest import Manifest
@@ -41,7 +43,8 @@ class LLM:
     all allocated at once; by default enough for a full batch of the longest sequences, so give fewer where memory is
     short. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. ``row_cache_bytes``:
     memory for rows of an n-gram table that was built to stay on disk. ``max_num_seqs``: how many sequences run at a
-    time, at most (and by default) as many as the bundle is built for; the others wait. Raises `BundleError`
+    time, at most (and by default) as many as the bundle is built for; the others wait. ``speculate``: drafts for every
+    request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default. Raises `BundleError`
     for a bundle that is damaged, of another version, without weights or too large for the memory, `CheckpointError`
     for a checkpoint that is not the one it was built from.
 
@@ -58,6 +61,7 @@ class LLM:
         progress: Progress | None = None,
         row_cache_bytes: int = DEFAULT_CACHE_BYTES,
         max_num_seqs: int | None = None,
+        speculate: SpeculativeConfig | str | None = None,
     ) -> None:
         folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)
@@ -72,6 +76,7 @@ class LLM:
                 f"max_num_seqs is {max_num_seqs!r}; this bundle runs 1 to {limits.max_batch_size} sequences at a time, "
                 "and more if it is built with a larger --max-batch-size"
             )
+        self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         self.tokenizer = Tokenizer.from_dir(folder)
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
@@ -84,6 +89,7 @@ class LLM:
             self.manifest.stop_token_ids,
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
+            drafting=make_drafting(self.speculative_config),
         )
 
     def generate(
