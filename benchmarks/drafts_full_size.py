@@ -138,9 +138,7 @@ class Model(FullSizeModel):
             fill_states(states, program, context, self.config.vocab_size)
         core, generator = self.core_of(kind, context), torch.Generator().manual_seed(0)
         params = SamplingParams(temperature=0, max_tokens=(NUM_DRAFTS + 1) * (STEPS + 1), ignore_eos=True)
-        sequences = [
-            core.make_sequence(None, self.random_prompt(context + 1, generator), params) for _ in range(batch)
-        ]
+        sequences = [core.make_sequence(None, self.random_prompt(context + 1, generator), params) for _ in range(batch)]
         for sequence in sequences:
             core.add(sequence)
         seconds = []
