@@ -41,6 +41,7 @@ RUNTIME_OPTIONS = (
     RuntimeOption(
         "max_num_seqs", "sequences that run at a time", "what the bundle is built for", int, {"metavar": "N"}
     ),
+    RuntimeOption("speculate", "drafts: mtp:K or ngram:K, with K from 1 to 7", "none", more={"metavar": "DRAFTS"}),
     RuntimeOption("row_cache_bytes", "memory for rows of an n-gram table on disk", "64 MiB", int, {"metavar": "BYTES"}),
     RuntimeOption(
         "memory_reserve_bytes",
