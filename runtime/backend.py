@@ -23,6 +23,7 @@ from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRe
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan, plan_memory
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWindow
 from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
@@ -35,7 +36,7 @@ from qwen4exp_trt.runtime.sampler import (
     sample,
     sampling_operands,
 )
-from qwen4exp_trt.runtime.specs import NgramRowsSpec
+from qwen4exp_trt.runtime.specs import NgramRowsSpec, PleResidency
 from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
@@ -58,7 +59,14 @@ class Backend(Protocol):
         ...
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
+        """Run one step, update the states, and return float32 logits ``[L, vocab_size]``.
+
+        `UnreadableRowsError` before anything has changed: the step can be run without the sequences that it names.
+        """
+        ...
+
+    def prefetch(self, windows: Sequence[TokenWindow]) -> None:
+        """Say which tokens come after the next step, so that what they need from a disk is read while that runs."""
         ...
 
 
@@ -77,13 +85,12 @@ class EagerBackend:
         weights: Mapping[str, Tensor],
         limits: EngineLimits,
         device: torch.device,
-        rows: NgramRows | None = None,
+        rows: NgramTable | None = None,
         memory_plan: MemoryPlan | None = None,
     ) -> None:
-        self.program, self.weights, self.rows, self.device = program, weights, rows, device
+        self.program, self.weights, self.rows, self.device = program, weights, rows or ResidentTable(), device
         self.limits, self.memory_plan = limits, memory_plan
-        pool = StatePool(program.states, states)
-        self.states = pool if rows is None else pool.joined(rows.states)
+        self.states = StatePool(program.states, states).joined(self.rows.states)
         self._graphs, self._program_for_few = None, program
         if device.type == "cuda":
             self._program_for_few = with_own_linears(program)
@@ -93,10 +100,10 @@ class EagerBackend:
         """Steps that end with the sampled tokens, by the limit of their ids."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self._run(self._completed(inputs))
+        return self._run(self.rows.complete(inputs))
 
-    def _completed(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return inputs if self.rows is None else self.rows.complete(inputs)
+    def prefetch(self, windows: Sequence[TokenWindow]) -> None:
+        self.rows.prefetch(windows)
 
     def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         if self._graphs is None:
@@ -117,7 +124,7 @@ class EagerBackend:
         """
         if self._graphs is None:
             return sample(self.run(inputs)[: len(requests)], requests, vocab_limit)
-        inputs = self._completed(inputs)
+        inputs = self.rows.complete(inputs)
         with torch.cuda.device(self.device), _steps_that_fit(self.device):
             results = self._graphs_that_sample(vocab_limit).run({**inputs, **sampling_operands(requests)})
         if results is not None:
@@ -174,9 +181,10 @@ def load_eager_backend(
     logger.info("loading %d weights from %s", len(program.weights), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
         weights = load_weights(program.weights, reader, device, options.progress, manifest.host_weights)
-    rows = None
+    rows: NgramTable = ResidentTable(PleResidency(manifest.ple_residency))
     if any(isinstance(spec, NgramRowsSpec) for spec in program.inputs):
         rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, options.row_cache_bytes)
+        rows.measure_disks()
     if device.type == "cuda":
         use_cubins(folder / KERNELS_DIR)
     return EagerBackend(program, states, weights, limits, device, rows, plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +17,7 @@ from qwen4exp_trt.plugins.tensorrt import register_creators
 from qwen4exp_trt.runtime.engine_tensors import check_io_tensors
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan
-from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWindow
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.state_pool import StatePool
 from qwen4exp_trt.runtime.trt_log import make_log
@@ -43,13 +43,12 @@ class TensorRTBackend:
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         device: torch.device,
-        rows: NgramRows | None = None,
+        rows: NgramTable | None = None,
         memory_plan: MemoryPlan | None = None,
     ) -> None:
         check_engine_fits(trt, folder, manifest, device)
-        self.trt, self.program, self.weights, self.rows = trt, program, weights, rows
-        pool = StatePool(program.states, states)
-        self.states = pool if rows is None else pool.joined(rows.states)
+        self.trt, self.program, self.weights, self.rows = trt, program, weights, rows or ResidentTable()
+        self.states = StatePool(program.states, states).joined(self.rows.states)
         self.memory_plan = memory_plan
         self.device, self.stream = device, None if device.type == "cpu" else torch.cuda.Stream(device)
         self.log = make_log(trt)
@@ -70,7 +69,7 @@ class TensorRTBackend:
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
-        inputs = inputs if self.rows is None else self.rows.complete(inputs)
+        inputs = self.rows.complete(inputs)
         profile = self._profile_for(inputs)
         context = self.contexts[profile]
         with self._on_stream():
@@ -84,6 +83,9 @@ class TensorRTBackend:
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return logits
+
+    def prefetch(self, windows: Sequence[TokenWindow]) -> None:
+        self.rows.prefetch(windows)
 
     def _profile_for(self, inputs: Mapping[str, Tensor]) -> str:
         """The first profile whose ranges hold the shapes of ``inputs``."""
