@@ -32,6 +32,7 @@ from qwen4exp_trt.runtime.sampler import (
     SampledToken,
     SampleRequest,
     draw,
+    draw_rows,
     report,
     sample,
     sampling_operands,
@@ -145,14 +146,13 @@ class EagerBackend:
     def _report(
         results: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
     ) -> list[SampledToken | None]:
-        """The tokens of a captured step. It samples without penalties: rows with some are sampled again."""
-        logits = results["logits"][: len(requests)]
-        tokens = report(results["drawn"].cpu(), logits, requests, vocab_limit)
-        rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
+        """The tokens of a captured step. It samples from logits as they are: other rows are sampled again."""
+        logits, drawn = results["logits"][: len(requests)], results["drawn"]
+        rows = [row for row, request in enumerate(requests) if not request.is_plain]
         if rows:
-            again = sample(logits[rows].float(), [requests[row] for row in rows], vocab_limit)
-            tokens = [again.pop(0) if row in rows else token for row, token in enumerate(tokens)]
-        return tokens
+            drawn = drawn.clone()
+            drawn[:, rows] = draw_rows(logits[rows].float(), [requests[row] for row in rows], vocab_limit)
+        return report(drawn.cpu(), logits, requests, vocab_limit)
 
     def _execute(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         has_few = len(inputs["input_ids"]) <= MOST_TOKENS

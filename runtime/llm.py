@@ -12,6 +12,8 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError, RequestError
 from qwen4exp_trt.runtime.backend import make_backend
 from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
+from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
+from qwen4exp_trt.runtime.drafts.drafting import make_drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
 from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES, LoadOptions
@@ -43,6 +45,7 @@ class LLM:
     memory for rows of an n-gram table that was built to stay on disk. ``memory_reserve_bytes``: of the host's memory,
     what is left to the rest of the system; by default 4 GiB, or a sixteenth of a smaller machine. ``max_num_seqs``:
     how many sequences run at a time, at most (and by default) as many as the bundle is built for; the others wait.
+    ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
     Raises `BundleError` for a bundle that is damaged, of another version, without weights or too large for the memory
     (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was built from.
 
@@ -60,6 +63,7 @@ class LLM:
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
         memory_reserve_bytes: int | None = None,
         max_num_seqs: int | None = None,
+        speculate: SpeculativeConfig | str | None = None,
     ) -> None:
         options = LoadOptions(
             checkpoint=None if checkpoint is None else _checked_path("checkpoint", checkpoint),
@@ -78,6 +82,7 @@ class LLM:
                 f"max_num_seqs is {max_num_seqs!r}; this bundle runs 1 to {limits.max_batch_size} sequences at a time, "
                 "and more if it is built with a larger --max-batch-size"
             )
+        self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         self.tokenizer = Tokenizer.from_dir(folder)
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
@@ -92,6 +97,7 @@ class LLM:
             self.manifest.stop_token_ids,
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
+            drafting=make_drafting(self.speculative_config),
         )
 
     def generate(
