@@ -57,6 +57,7 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "reshape": lambda inputs, shape: inputs[0].reshape(shape),
     "view": lambda inputs, dtype: inputs[0].view(dtype_from_name(dtype)),
     "expand": lambda inputs, shape: inputs[0].expand(shape),
+    "select_rows": lambda inputs: inputs[0][inputs[1].long()],
     "dequantize_fp8": _dequantize_fp8,
     "dequantize_fp8_blocks": lambda inputs: dequantize_fp8_blocks(*inputs),
     "dequantize_nvfp4": _dequantize_nvfp4,
