@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,15 +99,13 @@ class NgramRows:
         self._start_prefetch()
         return {**inputs, **found}
 
-    def prefetch(self, windows: Sequence[TokenWindow]) -> None:
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
         """Say which tokens will come after the next step: their rows are read while that runs."""
         reach = max((table.reach for table in self._tables.values()), default=0)
-        firsts = [max(0, window.start - reach) for window in windows]
-        self._announced = [
-            (list(window.token_ids[first : window.stop]), window.start - first)
-            for window, first in zip(windows, firsts, strict=True)
-            if window.start < window.stop
-        ]
+        self._announced = []
+        for window in windows:
+            first = max(0, window.start - reach)
+            self._announced.append((list(window.token_ids[first : window.stop]), window.start - first))
 
     def close(self) -> None:
         for table in self._tables.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,7 +43,7 @@ class NgramTable(Protocol):
         """The inputs of a step (on the CPU) with what they lack. `UnreadableRowsError` leaves all as it was."""
         ...
 
-    def prefetch(self, windows: Sequence[TokenWindow]) -> None:
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
         """Say which tokens will come after the next step that is completed."""
         ...
 
@@ -65,7 +65,7 @@ class ResidentTable:
     def complete(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return inputs
 
-    def prefetch(self, windows: Sequence[TokenWindow]) -> None:
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
         """It is all here."""
 
     def close(self) -> None:

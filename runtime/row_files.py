@@ -146,8 +146,9 @@ def _read(file: RowFile, offset: int, memory: memoryview) -> CheckpointError | N
                 "the disk or the connection to it (dmesg), then send the request again"
             )
         if count == 0:
+            end = min(offset + done, os.fstat(file.descriptor).st_size)
             return CheckpointError(
-                f"{file.path}: ends at byte {offset + done:,}, but {len(memory)} bytes at {offset:,} are needed: it "
+                f"{file.path}: ends at byte {end:,}, but {len(memory)} bytes at {offset:,} are needed: it "
                 "was truncated after it was opened; put it back (download it again) and load the bundle again"
             )
         done += count
