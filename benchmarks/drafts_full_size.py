@@ -2,9 +2,9 @@
 
     python benchmarks/drafts_full_size.py tests/fixtures/released_config.json
 
-For each batch and context the time of a step without drafts, of one that verifies three drafts, and of one that has the
-draft head propose them as well, beside what their bytes take at the bandwidth of a copy in this run. With random weights
-next to no draft is accepted, which costs as much as if all were. Appends a line for each measurement to
+For each batch and context the time of a step without drafts, of one that verifies three drafts, and of one in which the
+draft head proposes them as well, beside what their bytes take at the bandwidth of a copy in this run. With random
+weights next to no draft is accepted, which costs as much as if all were. Appends a line for each measurement to
 ``benchmarks/results/drafts_full_size.jsonl``.
 
 What a GB10 could do is an estimate: the bytes of a step at 233 GB/s, and the acceptance that others report of the
