@@ -33,3 +33,7 @@ class BundleError(Q4eError):
 
 class RequestError(Q4eError):
     """A generation request that cannot be served as asked."""
+
+
+class CacheError(Q4eError):
+    """A prefix cache that cannot be kept as asked."""
