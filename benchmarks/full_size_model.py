@@ -15,10 +15,11 @@ from torch import Tensor
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.plugins.compile import architecture
-from qwen4exp_trt.runtime.backend import EagerBackend, allocate_states
+from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.state_pool import allocate_states
 
 PRECISIONS = ("nvfp4", "checkpoint")
 PLE = "nvfp4"

@@ -15,7 +15,6 @@ from qwen4exp_trt.builder.policy import is_of_token_mixer
 from qwen4exp_trt.errors import BuildError, RequestError
 from qwen4exp_trt.plugins.number_formats import E2M1_MAX, E4M3_MAX
 from qwen4exp_trt.plugins.registry import spec_of
-from qwen4exp_trt.runtime.backend import allocate_states
 from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.evaluation import default_window
@@ -24,6 +23,7 @@ from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, path_from_identifier
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.state_pool import allocate_states
 from qwen4exp_trt.runtime.text_file import read_text
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
@@ -121,6 +121,8 @@ def _input_scale(path: str, amax: Tensor, text: CalibrationText) -> float:
 
 class _ObservingBackend:
     """Runs the program op by op for one sequence and notes the largest magnitude that each of some ops reads."""
+
+    device = torch.device("cpu")
 
     def __init__(
         self,

@@ -34,11 +34,11 @@ from qwen4exp_trt.runtime.sampler import (
     sample,
     sampling_operands,
 )
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, NgramRowsSpec, StateSpec, extent_of
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, NgramRowsSpec, extent_of
+from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
-from qwen4exp_trt.runtime.weights import dtype_from_name
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,15 @@ BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
-    """Runs steps over states that it owns. It may sample as well: see `EagerBackend.sample`."""
+    """Runs steps over states that it owns, on ``device``. It may sample as well: see `EagerBackend.sample`."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def states(self) -> StatePool:
+        """Every state that a step updates, also those that are not in the device's memory."""
+        ...
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
@@ -70,8 +78,9 @@ class EagerBackend:
         device: torch.device,
         rows: NgramRows | None = None,
     ) -> None:
-        self.program, self.states, self.weights, self.rows, self.device = program, states, weights, rows, device
-        self.limits = limits
+        self.program, self.weights, self.rows, self.device = program, weights, rows, device
+        self.limits, pool = limits, StatePool(program.states, states)
+        self.states = pool if rows is None else pool.joined(rows.states)
         self._graphs, self._program_for_few = None, program
         if device.type == "cuda":
             self._program_for_few = with_own_linears(program)
@@ -255,22 +264,3 @@ def _open_converted(folder: Path, ref: CheckpointRef) -> Checkpoint:
         )
     where = " or ".join(map(str, places))
     raise BundleError(f"{folder}: its converted weights are not at {where}; move them there, or build the bundle again")
-
-
-def allocate_states(
-    specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """Every state buffer by name, filled with its initial value; `BundleError` if there is no memory for them."""
-    extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
-    shapes = [[extent_of(dim, extents) for dim in spec.shape] for spec in specs]
-    try:
-        return {
-            spec.name: torch.full(shape, spec.init, dtype=dtype_from_name(spec.dtype), device=device)
-            for spec, shape in zip(specs, shapes, strict=True)
-        }
-    except RuntimeError as error:
-        needed = sum(spec.row_bytes * shape[0] for spec, shape in zip(specs, shapes, strict=True))
-        raise BundleError(
-            f"cannot allocate {needed / 2**30:,.1f} GiB on {device} for the states of {num_slots} sequences and "
-            f"{num_blocks} pages; load the bundle with a smaller num_blocks: {error}"
-        ) from error

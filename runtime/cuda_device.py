@@ -46,6 +46,18 @@ def check_total_memory(device: torch.device, num_bytes: int, what: str) -> None:
         )
 
 
+def is_lost(device: torch.device) -> bool:
+    """Whether a kernel has failed in a way (an illegal address, a hardware error) that ends all work of the process on
+    this GPU. Waits for what it has enqueued."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 @contextmanager
 def exact_matmuls() -> Iterator[None]:
     """Products of float32 without TF32, and sums of BF16 products in float32, whatever the process has chosen."""

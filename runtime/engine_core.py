@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.errors import RequestError
+from qwen4exp_trt.errors import DroppedError, RequestError
 from qwen4exp_trt.runtime.backend import Backend
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
 from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
@@ -41,16 +42,32 @@ class EngineCore:
         vocab_size: int,
         stop_token_ids: SequenceOf[int],
         tokenizer: Tokenizer | None,
+        *,
+        max_num_seqs: int | None = None,
+        metrics: EngineMetrics | None = None,
     ) -> None:
+        self.metrics = metrics or EngineMetrics()
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
-        self.scheduler = Scheduler(limits, num_blocks)
+        self.scheduler = Scheduler(limits, num_blocks, max_num_seqs)
+        self.metrics.add_source(self._gauges)
         self._ids = itertools.count()
         # Re-entrant, since the garbage collector may close a dropped stream in the middle of a step.
         self.lock = threading.RLock()
 
-    def make_sequence(self, prompt: str | None, prompt_token_ids: Iterable[Any], params: SamplingParams) -> Sequence:
-        """Check a request and make its sequence; nothing is queued yet."""
+    def make_sequence(
+        self,
+        prompt: str | None,
+        prompt_token_ids: Iterable[Any],
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Sequence:
+        """Check a request and make its sequence; nothing is queued yet.
+
+        Of waiting requests those with the lowest ``priority`` run first.
+        """
+        metrics = self.metrics.request()
         token_ids = self._checked_prompt(prompt_token_ids, room_for=1)
         if params.stop and self.tokenizer is None:
             raise RequestError("SamplingParams.stop needs text, but this bundle has no tokenizer; use stop_token_ids")
@@ -61,7 +78,8 @@ class EngineCore:
         room = self.limits.max_seq_len - len(token_ids)
         max_len = len(token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
         self.scheduler.check_capacity(max_len)
-        return Sequence(str(next(self._ids)), prompt, token_ids, params, max_len, checker, self.tokenizer)
+        own_id = str(next(self._ids)) if request_id is None else request_id
+        return Sequence(own_id, prompt, token_ids, params, max_len, checker, self.tokenizer, metrics, priority)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `make_sequence` made."""
@@ -71,10 +89,10 @@ class EngineCore:
     def abort(self, sequence: Sequence) -> None:
         """Drop a sequence and free its memory; its result stays as it is."""
         with self.lock:
-            self.scheduler.finish(sequence)
+            self._finish(sequence, sequence.finish_reason or "abort")
 
-    def step(self) -> None:
-        """Run one step: each running sequence gets a token, or more of its prompt computed.
+    def step(self) -> list[Sequence]:
+        """Run one step: each running sequence gets a token, or more of its prompt computed. Returns those.
 
         If the step fails, the sequences that it ran are dropped: their states may be half updated. A sequence whose
         logits are unusable is dropped alone. Does nothing if another thread has finished every sequence meanwhile.
@@ -84,20 +102,38 @@ class EngineCore:
             try:
                 if scheduled:
                     self._run(scheduled)
+                return [entry.sequence for entry in scheduled]
             except BaseException as error:
                 for entry in scheduled:
-                    self._drop(entry.sequence, "a step failed that it shared with others", error)
+                    self._drop(entry.sequence, f"a step failed that it shared with others: {brief(error)}", error)
                 raise
 
+    def _gauges(self) -> Iterator[Metric]:
+        scheduler = self.scheduler
+        yield gauge("num_requests_running", "Sequences that steps run.", scheduler.num_running)
+        yield gauge("num_requests_waiting", "Requests that wait for their first step.", scheduler.num_waiting)
+        used = 1 - scheduler.num_free_blocks / scheduler.num_blocks
+        yield gauge("kv_cache_usage_perc", "Pages of the KV cache in use, 1 is all.", used)
+
     def _drop(self, sequence: Sequence, reason: str, cause: BaseException | None = None) -> None:
-        sequence.error = RequestError(f"request {sequence.request_id} was dropped: {reason}")
+        sequence.error = DroppedError(f"request {sequence.request_id} was dropped: {reason}")
         sequence.error.__cause__ = cause
+        self._finish(sequence, "error")
+
+    def _finish(self, sequence: Sequence, reason: str) -> None:
         self.scheduler.finish(sequence)
+        self.metrics.finished(sequence.metrics, reason, len(sequence.prompt_token_ids))
 
     def _run(self, scheduled: list[ScheduledSequence]) -> None:
+        start = self.metrics.clock()
+        for entry in scheduled:
+            self.metrics.scheduled(entry.sequence.metrics)
+        num_prompt_tokens = sum(entry.num_prompt_tokens for entry in scheduled)
         inputs, sampled = build_step_inputs(scheduled)
         sequences = [scheduled[index].sequence for index in sampled]
         tokens = self._sample(inputs, [sequence.sample_request for sequence in sequences])
+        now = self.metrics.clock()
+        self.metrics.stepped(now - start, num_prompt_tokens)
         for entry in scheduled:
             entry.sequence.num_computed += entry.num_tokens
         for sequence, token in zip(sequences, tokens, strict=True):
@@ -105,8 +141,9 @@ class EngineCore:
                 self._drop(sequence, _UNUSABLE)
                 continue
             sequence.append(token)
+            self.metrics.produced(sequence.metrics, 1, now)
             if sequence.finish_reason is not None:
-                self.scheduler.finish(sequence)
+                self._finish(sequence, sequence.finish_reason)
 
     def _sample(self, inputs: Mapping[str, Tensor], requests: SequenceOf[SampleRequest]) -> list[SampledToken | None]:
         """Run a step and sample from its first rows of logits."""
@@ -124,7 +161,9 @@ class EngineCore:
         checked = self._checked_prompt(token_ids, room_for=0)
         self.scheduler.check_capacity(len(checked))
         checker = StopChecker(SamplingParams(), (), 0, self.limits.max_seq_len)
-        sequence = Sequence("score", None, checked, SamplingParams(), len(checked), checker, None)
+        sequence = Sequence(
+            "score", None, checked, SamplingParams(), len(checked), checker, None, self.metrics.request()
+        )
         with self.lock:
             if not self.scheduler.acquire_memory(sequence):
                 raise RequestError(
@@ -168,3 +207,8 @@ class EngineCore:
         if not 0 <= token_id < self.vocab_size:
             raise RequestError(f"prompt token {token!r} is not an id of 0 to {self.vocab_size - 1}")
         return token_id
+
+
+def brief(error: BaseException) -> str:
+    """The class and the first line of a message: CUDA's are long."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")

@@ -40,7 +40,8 @@ class LLM:
     ``checkpoint``: where the checkpoint is now, if it moved since the build. ``num_blocks``: pages of the KV cache,
     all allocated at once; by default enough for a full batch of the longest sequences, so give fewer where memory is
     short. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. ``row_cache_bytes``:
-    memory for rows of an n-gram table that was built to stay on disk. Raises `BundleError`
+    memory for rows of an n-gram table that was built to stay on disk. ``max_num_seqs``: how many sequences run at a
+    time, at most (and by default) as many as the bundle is built for; the others wait. Raises `BundleError`
     for a bundle that is damaged, of another version, without weights or too large for the memory, `CheckpointError`
     for a checkpoint that is not the one it was built from.
 
@@ -56,6 +57,7 @@ class LLM:
         num_blocks: int | None = None,
         progress: Progress | None = None,
         row_cache_bytes: int = DEFAULT_CACHE_BYTES,
+        max_num_seqs: int | None = None,
     ) -> None:
         folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)
@@ -64,6 +66,12 @@ class LLM:
         blocks = limits.max_num_blocks if num_blocks is None else num_blocks
         if not isinstance(blocks, int) or blocks < 1:
             raise BundleError(f"num_blocks is {blocks!r}; the KV cache needs at least one page")
+        self.max_num_seqs = limits.max_batch_size if max_num_seqs is None else max_num_seqs
+        if not isinstance(self.max_num_seqs, int) or not 1 <= self.max_num_seqs <= limits.max_batch_size:
+            raise BundleError(
+                f"max_num_seqs is {max_num_seqs!r}; this bundle runs 1 to {limits.max_batch_size} sequences at a time, "
+                "and more if it is built with a larger --max-batch-size"
+            )
         self.tokenizer = Tokenizer.from_dir(folder)
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
@@ -75,6 +83,7 @@ class LLM:
             self.manifest.vocab_size,
             self.manifest.stop_token_ids,
             self.tokenizer,
+            max_num_seqs=self.max_num_seqs,
         )
 
     def generate(
@@ -89,7 +98,7 @@ class LLM:
         """
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else _checked_list("prompts", prompts)
         pairs = zip(prompt_list, self._params(params, len(prompt_list)), strict=True)
-        return self._run([self._make_sequence(prompt, one) for prompt, one in pairs])
+        return self._run([self.make_sequence(prompt, one) for prompt, one in pairs])
 
     def chat(
         self,
@@ -108,12 +117,12 @@ class LLM:
         sequences = []
         for conversation, one in zip(conversations, self._params(params, len(conversations)), strict=True):
             text = self.render_chat(conversation, tools, enable_thinking, **template_variables)
-            sequences.append(self._make_sequence({"prompt": text, "add_special_tokens": False}, one))
+            sequences.append(self.make_sequence({"prompt": text, "add_special_tokens": False}, one))
         return self._run(sequences)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt piece by piece. Closing the iterator early drops the request."""
-        sequence = self._make_sequence(prompt, self._params(params, 1)[0])
+        sequence = self.make_sequence(prompt, self._params(params, 1)[0])
         return self._stream(sequence)
 
     def score(self, token_ids: Sequence[int] | Tensor) -> Tensor:
@@ -141,22 +150,28 @@ class LLM:
         checked = _checked_list("params", params)
         if len(checked) != count:
             raise RequestError(f"{len(checked)} SamplingParams for {count} prompts; give one, or one for each prompt")
-        for one in checked:
-            if not isinstance(one, SamplingParams):
-                raise RequestError(f"params has {one!r}; SamplingParams were expected")
         return checked
 
-    def _make_sequence(self, prompt: Prompt, params: SamplingParams) -> RequestSequence:
+    def make_sequence(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, priority: int = 0
+    ) -> RequestSequence:
+        """Check a request and make its sequence, for `core`; any thread may. `RequestError` if it cannot be served."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params has {params!r}; SamplingParams were expected")
+        if request_id is not None and not isinstance(request_id, str):
+            raise RequestError(f"request_id is {request_id!r}; a str was expected")
+        if not isinstance(priority, int):
+            raise RequestError(f"priority is {priority!r}; an integer was expected")
         if isinstance(prompt, str):
             prompt = {"prompt": prompt}
         if not isinstance(prompt, Mapping) or not {"prompt", "prompt_token_ids"} & prompt.keys():
             raise RequestError(f"prompt {prompt!r} is neither text nor a dict with 'prompt' or 'prompt_token_ids'")
         if "prompt_token_ids" in prompt:
-            return self.core.make_sequence(None, prompt["prompt_token_ids"], params)
+            return self.core.make_sequence(None, prompt["prompt_token_ids"], params, request_id, priority)
         if self.tokenizer is None:
             raise RequestError("this bundle has no tokenizer; give the prompt as {'prompt_token_ids': [...]}")
         token_ids = self.tokenizer.encode(prompt["prompt"], add_special_tokens=prompt.get("add_special_tokens", True))
-        return self.core.make_sequence(prompt["prompt"], token_ids, params)
+        return self.core.make_sequence(prompt["prompt"], token_ids, params, request_id, priority)
 
     def _run(self, sequences: Sequence[RequestSequence]) -> list[RequestOutput]:
         try:

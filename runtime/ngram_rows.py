@@ -14,7 +14,8 @@ from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.materialize import materialize
 from qwen4exp_trt.runtime.row_table import RowTable
-from qwen4exp_trt.runtime.specs import NgramRowsSpec, TensorSpec
+from qwen4exp_trt.runtime.specs import NUM_SLOTS, NgramRowsSpec, StateKind, StateSpec, TensorSpec
+from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.tensor_source import TensorSource
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
@@ -30,6 +31,9 @@ class NgramRows:
     keeps them: by position, so that tokens can be taken back. Of recently used rows ``cache_bytes`` stay in memory.
     """
 
+    states: StatePool
+    """Those tokens, ``layers.N.ple.ngram_ids`` of each table: on the CPU, states like those of a program."""
+
     def __init__(
         self,
         specs: Sequence[TensorSpec],
@@ -38,7 +42,11 @@ class NgramRows:
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:
         tables = [spec for spec in specs if isinstance(spec, NgramRowsSpec)]
-        self._tables = {spec.name: _Table(spec, source, num_slots, cache_bytes) for spec in tables}
+        rings = {spec.name: ngram_ring(spec) for spec in tables}
+        self.states = StatePool(rings.values(), allocate_states(tuple(rings.values()), 0, num_slots))
+        self._tables = {
+            spec.name: _Table(spec, source, self.states[rings[spec.name].name], cache_bytes) for spec in tables
+        }
 
     def complete(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """``inputs`` of a step (on the CPU) with the rows that they lack. Steps must come in their order."""
@@ -46,16 +54,21 @@ class NgramRows:
         return {**inputs, **{name: self._tables[name].look_up(inputs) for name in missing}}
 
 
-class _Table:
-    """One input."""
+def ngram_ring(spec: NgramRowsSpec) -> StateSpec:
+    """The state that the hash of an input keeps on the host; its name has that of the input's layer."""
+    layer = next((int(part) for part in spec.name.split(".") if part.isdigit()), 0)
+    name = ".".join([*spec.name.split(".")[:-1], StateKind.NGRAM_IDS.value])
+    rows = len(spec.multipliers) - 1 + DRAFT_ROWS
+    return StateSpec(name, StateKind.NGRAM_IDS, layer, (NUM_SLOTS, rows), "int32", init=spec.eos_token_id)
 
-    def __init__(self, spec: NgramRowsSpec, source: TensorSource, num_slots: int, cache_bytes: int) -> None:
-        self._spec = spec
+
+class _Table:
+    """One input; ``ngram_ids`` is its ring."""
+
+    def __init__(self, spec: NgramRowsSpec, source: TensorSource, ngram_ids: Tensor, cache_bytes: int) -> None:
+        self._spec, self._ngram_ids = spec, ngram_ids
         constants = (spec.multipliers, spec.head_sizes, spec.head_offsets)
         self._constants = [torch.tensor(values) for values in constants]
-        self._ngram_ids = torch.full(
-            (num_slots, len(spec.multipliers) - 1 + DRAFT_ROWS), spec.eos_token_id, dtype=torch.int32
-        )
         self._read = _dequantizing_reader(spec, source)
         dtype = dtype_from_name(spec.dtype)
         width = int(spec.shape[-1]) // len(spec.head_sizes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from qwen4exp_trt.runtime.metrics import RequestMetrics
 from qwen4exp_trt.runtime.sampler import SampledToken
 from qwen4exp_trt.runtime.stopping import FinishReason
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
@@ -42,11 +44,33 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class StreamChunk:
-    """What one step added to a streamed output; ``finish_reason`` is set with the last chunk."""
+    """What one step added to a streamed output, or several steps if it was not taken at once.
+
+    ``logprobs`` are those of ``token_ids`` as in `CompletionOutput`. With the last chunk, and no other,
+    ``finish_reason`` is set, maybe ``stop_reason``, and ``metrics``.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    request_id: str = ""
+    prompt_token_ids: Sequence[int] = ()
+    metrics: RequestMetrics | None = None
+
+
+def joined_chunks(chunks: Sequence[StreamChunk]) -> StreamChunk:
+    """One chunk for consecutive ones of a request, at least one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    logprobs = [entry for chunk in chunks for entry in chunk.logprobs or ()]
+    return replace(
+        chunks[-1],
+        text="".join(chunk.text for chunk in chunks),
+        token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
+        logprobs=None if chunks[0].logprobs is None else logprobs,
+    )
 
 
 @dataclass(frozen=True)
@@ -58,6 +82,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    metrics: RequestMetrics
 
 
 def logprobs_from_sampled(sampled: SampledToken, tokenizer: Tokenizer | None) -> dict[int, Logprob] | None:

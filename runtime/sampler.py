@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.plugins.registry import all_specs
+from qwen4exp_trt.runtime.drafts.rejection import DraftedToken, filtered_probs, logits_given_drafts
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.specs import TensorSpec
 
@@ -32,6 +34,23 @@ SAMPLING_INPUTS = tuple(
 """What ``q4e::sample_tokens`` takes for each row of logits. Zeros are greedy."""
 _NUMPY_DTYPES = {"float32": np.float32, "int32": np.int32, "int64": np.uint64}
 """Seeds have all 64 bits."""
+
+
+class NoiseStream(IntEnum):
+    """What noise is drawn for. Streams of one request share nothing: they are apart in the offsets of its draws."""
+
+    SAMPLE = 0
+    """The token of a row that has no draft, or one that was not sampled."""
+    DRAFT = 1
+    """A sampled draft."""
+    ACCEPT = 2
+    """Whether a sampled draft is accepted."""
+    RESIDUAL = 3
+    """The token in place of a sampled draft that is not."""
+
+    def offset(self, index: int) -> int:
+        """Of the draw for output token ``index``, for which 24 bits are enough (`limits`: a sequence's length)."""
+        return self << 24 | index
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,19 @@ class SampleRequest:
     history: TokenHistory
     seed: int
     """Of all draws of the request."""
+    ahead: tuple[int, ...] = ()
+    """Tokens behind the history that the row of logits has read: drafts, taken to be accepted."""
+    drafted: DraftedToken | None = None
+    """The draft of the token itself, if it was sampled. (Any other draft is accepted if it is the token sampled.)"""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the token comes from the logits as they are."""
+        return not self.params.has_penalties and self.drafted is None
+
+    def offset(self, stream: NoiseStream) -> int:
+        """Of the draw of the row's token."""
+        return stream.offset(self.history.num_output_tokens + len(self.ahead))
 
 
 def seed_of(params: SamplingParams) -> int:
@@ -102,9 +134,38 @@ def sample(logits: Tensor, requests: Sequence[SampleRequest], vocab_limit: int |
     assert len(requests) == len(logits), "one request for each row of logits"
     if not requests:
         return []
-    operands = {name: value.to(logits.device) for name, value in sampling_operands(requests).items()}
-    drawn = draw(_apply_penalties(logits, requests), logits, operands, vocab_limit)
-    return report(drawn.cpu(), logits, requests, vocab_limit)
+    return report(draw_rows(logits, requests, vocab_limit).cpu(), logits, requests, vocab_limit)
+
+
+def draw_rows(logits: Tensor, requests: Sequence[SampleRequest], vocab_limit: int | None) -> Tensor:
+    """`draw` for ``requests`` with penalties and drafts, on the device of ``logits`` (float32)."""
+    operands = sampling_operands(requests)
+    values = _apply_penalties(logits, requests)
+    rows = [row for row, request in enumerate(requests) if request.drafted is not None]
+    if rows:
+        values = _verify_drafts(values, rows, requests, operands, vocab_limit)
+    return draw(values, logits, {name: value.to(logits.device) for name, value in operands.items()}, vocab_limit)
+
+
+def _verify_drafts(
+    logits: Tensor,
+    rows: list[int],
+    requests: Sequence[SampleRequest],
+    operands: dict[str, Tensor],
+    vocab_limit: int | None,
+) -> Tensor:
+    """``logits`` with others in ``rows``, whose drafts were sampled; their ``operands`` become those to draw with."""
+    drafts = [draft for row in rows if (draft := requests[row].drafted) is not None]
+    probs = filtered_probs(logits[rows], {name: value[rows] for name, value in operands.items()}, vocab_limit)
+    offsets = torch.tensor([requests[row].offset(NoiseStream.ACCEPT) for row in rows])
+    replaced = logits.clone()
+    replaced[rows] = logits_given_drafts(probs, drafts, operands["seeds"][rows], offsets)
+    unfiltered = {"temperatures": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    for name, value in unfiltered.items():
+        operands[name][rows] = value
+    residual = [requests[row].offset(NoiseStream.RESIDUAL) for row in rows]
+    operands["offsets"][rows] = torch.tensor(residual, dtype=torch.int32)
+    return replaced
 
 
 def sampling_operands(requests: Sequence[SampleRequest]) -> dict[str, Tensor]:
@@ -116,7 +177,7 @@ def sampling_operands(requests: Sequence[SampleRequest]) -> dict[str, Tensor]:
         "top_p": [each.top_p for each in params],
         "min_p": [each.min_p for each in params],
         "seeds": [request.seed % 2**64 for request in requests],
-        "offsets": [request.history.num_output_tokens for request in requests],
+        "offsets": [request.offset(NoiseStream.SAMPLE) for request in requests],
     }
     arrays = {spec.name: np.array(values[spec.name], dtype=_NUMPY_DTYPES[spec.dtype]) for spec in SAMPLING_INPUTS}
     arrays["seeds"] = arrays["seeds"].view(np.int64)
@@ -152,7 +213,7 @@ def _apply_penalties(logits: Tensor, requests: Sequence[SampleRequest]) -> Tenso
     rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
     if not rows:
         return logits
-    masks = [requests[row].history.masks(logits.shape[1], logits.device) for row in rows]
+    masks = [_masks(requests[row], logits) for row in rows]
     seen, generated = torch.stack(masks, dim=1)
     repetition = _column([requests[row].params.repetition_penalty for row in rows], logits)
     presence = _column([requests[row].params.presence_penalty for row in rows], logits)
@@ -161,6 +222,15 @@ def _apply_penalties(logits: Tensor, requests: Sequence[SampleRequest]) -> Tenso
     penalized = logits.clone()
     penalized[rows] = torch.where(seen, repeated, values) - presence * generated
     return penalized
+
+
+def _masks(request: SampleRequest, logits: Tensor) -> Tensor:
+    """`TokenHistory.masks` of the history and the tokens behind it."""
+    masks = request.history.masks(logits.shape[1], logits.device)
+    if request.ahead:
+        masks = masks.clone()
+        masks[:, torch.tensor(request.ahead, device=logits.device)] = True
+    return masks
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.limits import EngineLimits
@@ -12,15 +12,33 @@ from qwen4exp_trt.runtime.sequence import Memory, Sequence
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """A sequence and how many of its tokens the step runs."""
+    """A sequence and how many of its tokens the step runs: some that it has, and behind its last one some drafts."""
 
     sequence: Sequence
     num_tokens: int
+    num_drafts: int = 0
+    """Of the tokens."""
+    start: int = field(init=False)
+    """The position of the first."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", self.sequence.num_computed)
 
     @property
     def samples(self) -> bool:
         """True when the step runs the sequence's last token, so that the next one can be sampled."""
-        return self.num_tokens == self.sequence.num_tokens_left
+        return self.start + self.num_tokens - self.num_drafts == len(self.sequence.token_ids)
+
+    @property
+    def num_logits_rows(self) -> int:
+        """Rows whose logits the step gives: of the sequence's last token and of its drafts."""
+        return self.num_drafts + 1 if self.samples else 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's."""
+        left = len(self.sequence.prompt_token_ids) - self.sequence.num_computed
+        return max(min(left, self.num_tokens), 0)
 
 
 class Scheduler:
@@ -30,8 +48,9 @@ class Scheduler:
     never lacks memory.
     """
 
-    def __init__(self, limits: EngineLimits, num_blocks: int) -> None:
+    def __init__(self, limits: EngineLimits, num_blocks: int, max_num_seqs: int | None = None) -> None:
         self.limits, self.num_blocks = limits, num_blocks
+        self.max_num_seqs = limits.max_batch_size if max_num_seqs is None else max_num_seqs
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._free_slots = list(reversed(range(limits.num_slots)))
@@ -40,6 +59,14 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         return len(self._waiting) + len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     def num_free_slots(self) -> int:
@@ -69,8 +96,9 @@ class Scheduler:
         for sequence in sorted(self._running, key=lambda running: running.num_tokens_left > 1):
             num_tokens = min(sequence.num_tokens_left, self.limits.prefill_chunk, budget)
             if num_tokens > 0:
-                scheduled.append(ScheduledSequence(sequence, num_tokens))
-                budget -= num_tokens
+                num_drafts = min(len(sequence.draft_token_ids), budget - num_tokens)
+                scheduled.append(ScheduledSequence(sequence, num_tokens + num_drafts, num_drafts))
+                budget -= num_tokens + num_drafts
         return scheduled
 
     def finish(self, sequence: Sequence) -> None:
@@ -94,7 +122,7 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while self._waiting and self.acquire_memory(self._waiting[0]):
+        while self._waiting and self.num_running < self.max_num_seqs and self.acquire_memory(self._waiting[0]):
             self._running.append(self._waiting.popleft())
 
     def _blocks_for(self, num_tokens: int) -> int:

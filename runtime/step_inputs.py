@@ -17,22 +17,24 @@ def build_step_inputs(
 ) -> tuple[dict[str, Tensor], list[int]]:
     """Pack the scheduled tokens into the program's inputs (all int32).
 
-    Returns the inputs and the indices of the sequences whose next token the step's logits give, row by row. With
-    ``all_rows`` the logits are those of every token instead. A step that needs no logits asks for row 0, since a
-    step always returns one.
+    Returns the inputs and the indices of the sequences whose next tokens the step's logits give, in the order of the
+    rows: for each its last token and the drafts behind it. With ``all_rows`` the logits are those of every token
+    instead. A step that needs no logits asks for row 0, since a step always returns one.
     """
     token_ids, positions, memories, lens = [], [], [], []
     for entry in scheduled:
-        sequence, start = entry.sequence, entry.sequence.num_computed
+        sequence, start = entry.sequence, entry.start
         end = start + entry.num_tokens
         assert sequence.memory is not None, sequence.request_id
         token_ids += sequence.token_ids[start:end]
+        token_ids += sequence.draft_token_ids[: entry.num_drafts]
         positions.append(np.arange(start, end, dtype=np.int32))
         lens.append(end)
         memories.append(sequence.memory)
     starts = [0, *accumulate(entry.num_tokens for entry in scheduled)]
     sampled = [index for index, entry in enumerate(scheduled) if entry.samples]
-    rows = list(range(starts[-1])) if all_rows else [starts[index + 1] - 1 for index in sampled]
+    ends = [(starts[index + 1], scheduled[index].num_logits_rows) for index in sampled]
+    rows = list(range(starts[-1])) if all_rows else [row for end, count in ends for row in range(end - count, end)]
     inputs = {
         "input_ids": token_ids,
         "positions": np.tile(np.concatenate(positions), (3, 1)),  # text: all three MRoPE axes agree

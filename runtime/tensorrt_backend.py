@@ -18,6 +18,7 @@ from qwen4exp_trt.runtime.engine_tensors import check_io_tensors
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.state_pool import StatePool
 from qwen4exp_trt.runtime.trt_log import make_log
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
@@ -44,7 +45,9 @@ class TensorRTBackend:
         rows: NgramRows | None = None,
     ) -> None:
         check_engine_fits(trt, folder, manifest, device)
-        self.trt, self.program, self.states, self.weights, self.rows = trt, program, states, weights, rows
+        self.trt, self.program, self.weights, self.rows = trt, program, weights, rows
+        pool = StatePool(program.states, states)
+        self.states = pool if rows is None else pool.joined(rows.states)
         self.device, self.stream = device, None if device.type == "cpu" else torch.cuda.Stream(device)
         self.log = make_log(trt)
         self.engine = self._deserialize(folder / ENGINE_FILE)

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 from qwen4exp_trt.errors import BundleError
-from qwen4exp_trt.runtime.backend import allocate_states, load_eager_backend
+from qwen4exp_trt.runtime.backend import load_eager_backend
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.cuda_device import device_from_name
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import loading_line
 from qwen4exp_trt.runtime.side_by_side import check_difference, compare, make_steps
+from qwen4exp_trt.runtime.state_pool import allocate_states
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import load_trt
 

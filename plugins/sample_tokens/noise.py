@@ -11,7 +11,10 @@ _MASK = 0xFFFFFFFF
 _LARGEST_BELOW_ONE = 1 - 2.0**-24
 
 
-def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+Word = int | Tensor
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Word, Word]) -> tuple[Tensor, ...]:
     """Ten rounds over int64 tensors of 32-bit words."""
     a, b, c, d = counter
     k, l = key  # noqa: E741
@@ -25,8 +28,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
     return a, b, c, d
 
 
-def exponential_noise(seed: int, offset: int, token_ids: Tensor) -> Tensor:
+def exponential_noise(seed: Word, offset: Word, token_ids: Tensor) -> Tensor:
     """Standard exponential noise, float32, of ``token_ids`` (int64) in draw ``offset`` of a request with ``seed``.
+
+    ``seed`` and ``offset``: one for all, or int64 tensors with one for each of ``token_ids``.
 
     Word ``id % 4`` of the block that the seed gives for the counter ``(id // 4, offset, 0, 0)``.
     """

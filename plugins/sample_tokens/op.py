@@ -25,16 +25,16 @@ def lowest_kept(scaled: Tensor, top_k: int, top_p: Tensor, min_p: Tensor) -> Ten
     return best[is_kept.sum() - 1]
 
 
-def _sample_row(
-    logits: Tensor, temperature: Tensor, filters: tuple[int, Tensor, Tensor], seed: int, offset: int
-) -> int:
+def _candidates(logits: Tensor, temperature: Tensor, filters: tuple[int, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids that a row may get, and their scaled logits."""
     if not temperature > 0:
-        return int(logits.argmax())
+        best = logits.argmax(keepdim=True)
+        return best, logits[best]
     scaled = (logits - logits.max()) / temperature
     is_filtered = filters[0] > 0 or bool(filters[1] < 1) or bool(filters[2] > 0)
     kept = scaled >= lowest_kept(scaled, *filters) if is_filtered else torch.ones_like(scaled, dtype=torch.bool)
     ids = kept.nonzero().squeeze(1)
-    return int(ids[(scaled[ids] - exponential_noise(seed, offset, ids).log()).argmax()])
+    return ids, scaled[ids]
 
 
 def body(
@@ -55,9 +55,18 @@ def body(
     is_usable = log_sums.isfinite() & (values.amax(-1) > -torch.inf)
     token_ids = torch.full((count,), -1, dtype=torch.int32)
     logprobs, ranks = torch.zeros(count), torch.zeros(count, dtype=torch.int32)
-    for row in is_usable.nonzero().squeeze(1).tolist():
-        filters = int(top_k[row]), top_p[row], min_p[row]
-        token = _sample_row(values[row], temperatures[row], filters, int(seeds[row]), int(offsets[row]))
+    rows = is_usable.nonzero().squeeze(1).tolist()
+    if not rows:
+        return token_ids, logprobs, ranks
+    candidates = [
+        _candidates(values[row], temperatures[row], (int(top_k[row]), top_p[row], min_p[row])) for row in rows
+    ]
+    ids, scaled = (torch.cat(parts) for parts in zip(*candidates, strict=True))
+    counts = [len(each) for each, _ in candidates]
+    of_row = torch.tensor(rows).repeat_interleave(torch.tensor(counts))
+    scores = scaled - exponential_noise(seeds[of_row], offsets[of_row].long(), ids).log()
+    for row, own, score in zip(rows, ids.split(counts), scores.split(counts), strict=True):
+        token = own[score.argmax()]
         token_ids[row] = token
         logprobs[row] = raw[row, token] - log_sums[row]
         ranks[row] = (raw[row, :num_ids] > raw[row, token]).sum() + 1

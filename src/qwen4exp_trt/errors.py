@@ -35,5 +35,17 @@ class RequestError(Q4eError):
     """A generation request that cannot be served as asked."""
 
 
+class QueueFullError(RequestError):
+    """A generation request that found as many open ones as are allowed; it may be sent again later."""
+
+
+class DroppedError(RequestError):
+    """A generation request that was accepted and could not be served to its end, through no fault of its own."""
+
+
+class EngineError(Q4eError):
+    """An engine that has stopped, with every request that it had, and takes no more."""
+
+
 class CacheError(Q4eError):
     """A prefix cache that cannot be kept as asked."""

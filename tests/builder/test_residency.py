@@ -77,6 +77,8 @@ def test_residencies_of_a_table(table: str, checkpoint: Path, tmp_path: Path) ->
     (looked_up,) = [spec for spec in disk.inputs if isinstance(spec, NgramRowsSpec)]
     assert looked_up.name in [value.name for value in onnx.load(tmp_path / "disk" / ONNX_FILE).graph.input]
     assert looked_up.name in Manifest.load(tmp_path / "disk").profiles["decode"]
+    rings = [f"{looked_up.name.rpartition('.')[0]}.ngram_ids"]
+    assert [name for name in LLM(tmp_path / "disk").core.backend.states if "ngram_ids" in name] == rings
     expected = texts_of(tmp_path / "device")
     assert texts_of(tmp_path / "host") == texts_of(tmp_path / "disk") == expected
     assert texts_of(tmp_path / "disk", row_cache_bytes=500) == expected

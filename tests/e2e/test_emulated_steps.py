@@ -18,9 +18,9 @@ from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.plugins.registry import spec_of
-from qwen4exp_trt.runtime.backend import allocate_states
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.own_linears import with_own_linears
+from qwen4exp_trt.runtime.state_pool import allocate_states
 
 pytestmark = pytest.mark.slow
 BLOCK_SIZE = 8

@@ -27,9 +27,9 @@ from torch import Tensor
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
-from qwen4exp_trt.runtime.backend import allocate_states
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.specs import StateKind
+from qwen4exp_trt.runtime.state_pool import allocate_states
 
 PROMPT = random_prompt(70, eos=(20, 41))
 """Longer than the indexer's budget."""

@@ -19,7 +19,7 @@ from qwen4exp_trt.frontend.modules import Batch, HyperConnection, States
 from qwen4exp_trt.frontend.ple import Ple
 from qwen4exp_trt.frontend.states import state_specs
 from qwen4exp_trt.plugins.registry import all_specs
-from qwen4exp_trt.runtime.backend import allocate_states
+from qwen4exp_trt.runtime.state_pool import allocate_states
 
 all_specs()
 

@@ -24,8 +24,8 @@ from hf_parity import (
 from model_zoo import tiny_config_dict
 from torch import Tensor
 
-from qwen4exp_trt.runtime.backend import allocate_states
 from qwen4exp_trt.runtime.specs import StateKind
+from qwen4exp_trt.runtime.state_pool import allocate_states
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
 
 PROMPT = random_prompt(61, seed=9, eos=(0, 12, 13, 40))

@@ -7,10 +7,11 @@ import torch
 from safetensors.torch import save_file
 
 from qwen4exp_trt.errors import BundleError, CheckpointError
-from qwen4exp_trt.runtime.backend import allocate_states, open_checkpoint
+from qwen4exp_trt.runtime.backend import open_checkpoint
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.manifest import CheckpointRef
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateKind, StateSpec
+from qwen4exp_trt.runtime.state_pool import allocate_states
 
 BUNDLE = Path("a-bundle")
 

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from counting_backend import VOCAB_SIZE, CountingBackend
 
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.engine_core import EngineCore
@@ -15,25 +14,8 @@ from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence
 
 LIMITS = EngineLimits(max_batch_size=2, max_seq_len=32, prefill_chunk=8, block_size=4)
-VOCAB_SIZE = 50
 NUM_BLOCKS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
-
-
-class CountingBackend:
-    """Predicts the token after the last one; token 40 gives NaN, and with ``error`` every step fails."""
-
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-        self.error: BaseException | None = None
-
-    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        self.steps.append({name: value.tolist() for name, value in inputs.items()})
-        if self.error is not None:
-            raise self.error
-        last = inputs["input_ids"][inputs["logits_indices"]].long()
-        logits = torch.nn.functional.one_hot((last + 1) % VOCAB_SIZE, VOCAB_SIZE).float()
-        return logits.masked_fill((last == 40)[:, None], torch.nan)
 
 
 @pytest.fixture

@@ -98,6 +98,18 @@ def test_rows_are_those_of_the_ops(table_format: str, dtype: str, cache_rows: in
         assert torch.equal(completed.pop("embeddings"), expected) and completed.keys() == inputs.keys()
 
 
+def test_the_tokens_before_a_step_are_a_state_of_the_slot() -> None:
+    gather, tensors = table_of("float", "float32")
+    rows = rows_of(gather, tensors, "float32", 0)
+    (spec,) = rows.states.specs
+    assert (spec.name, spec.init, spec.is_paged) == ("ngram_ids", EOS, False)
+    rows.complete(step([(0, 0, [1, 2, 3])]))
+    rows.complete(step([(2, 0, [9, 9, 9])]))
+    rows.states.copy_slot(0, 2)
+    copied, original = (rows.complete(step([(slot, 3, [4])]))["embeddings"] for slot in (2, 0))
+    assert torch.equal(copied, original)
+
+
 def test_inputs_that_are_there_are_kept() -> None:
     gather, tensors = table_of("float", "float32")
     rows = rows_of(gather, tensors, "float32", 0)

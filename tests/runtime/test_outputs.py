@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from tiny_tokenizer import tiny_backend
 
+from qwen4exp_trt.runtime.metrics import RequestMetrics
 from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, logprobs_from_sampled
 from qwen4exp_trt.runtime.sampler import SampledToken
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
@@ -36,7 +37,7 @@ def test_tokens_are_decoded_alone_special_ones_too() -> None:
 
 def test_request_output_is_shaped_like_vllms() -> None:
     completion = CompletionOutput(0, "hi", [1, 2], None, -0.3, finish_reason="stop", stop_reason=2)
-    output = RequestOutput("7", "prompt", [5], [completion], finished=True)
+    output = RequestOutput("7", "prompt", [5], [completion], True, RequestMetrics(0.0))
     first = output.outputs[0]
     assert (first.index, first.text, first.token_ids, first.logprobs) == (0, "hi", [1, 2], None)
     assert (first.cumulative_logprob, first.finish_reason, first.stop_reason) == (-0.3, "stop", 2)

@@ -16,11 +16,12 @@ from torch import Tensor
 from qwen4exp_trt.builder.compile import ExportOptions, transform_config
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime import LLM, SamplingParams
-from qwen4exp_trt.runtime.backend import EagerBackend, allocate_states
+from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.specs import StateKind
+from qwen4exp_trt.runtime.state_pool import allocate_states
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
 
 pytestmark = pytest.mark.gpu

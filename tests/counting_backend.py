@@ -1,0 +1,30 @@
+"""A backend without a model, for tests of what is around one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB_SIZE = 50
+NAN_TOKEN = 40
+
+
+class CountingBackend:
+    """Predicts the token after the last one; `NAN_TOKEN` gives NaN, and with ``error`` every step fails."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+        self.error: BaseException | None = None
+
+    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        self.steps.append({name: value.tolist() for name, value in inputs.items()})
+        if self.error is not None:
+            raise self.error
+        last = inputs["input_ids"][inputs["logits_indices"]].long()
+        logits = torch.nn.functional.one_hot((last + 1) % VOCAB_SIZE, VOCAB_SIZE).float()
+        return logits.masked_fill((last == NAN_TOKEN)[:, None], torch.nan)
