@@ -13,6 +13,7 @@ from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.prefix_cache.radix_tree import BlockedTokens, Node, RadixTree
 from qwen4exp_trt.runtime.prefix_cache.tiers import Tier, Tiers
 from qwen4exp_trt.runtime.sequence_states import SequenceStates
+from qwen4exp_trt.runtime.state_pool import StatePool
 
 if TYPE_CHECKING:
     from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
@@ -70,7 +71,7 @@ class PrefixCache:
             store = DiskStore(folder, identity.hex(), options.disk_cache_bytes, queue)
             weakref.finalize(self, store.close, _EXIT_SECONDS)
         self.tree = RadixTree(block_size, identity)
-        device_bytes = options.device_bytes(pool.num_slots, pool.slot_bytes)
+        device_bytes = options.device_bytes(_num_slots(pool), pool.slot_bytes)
         self.tiers = Tiers(states, self.tree, device_bytes, options.host_cache_bytes, store)
         self._tracked: weakref.WeakKeyDictionary[RequestSequence, _Tracked] = weakref.WeakKeyDictionary()
 
@@ -103,8 +104,10 @@ class PrefixCache:
                 self._states.blocks.release(pages)
                 continue
             length = len(path) * self._block_size
-            self._states.restore_pages(sequence, pages, self.tiers.layouts["slot"].rows(slot), length)
+            rows = self.tiers.layouts["slot"].rows(slot)
+            self._states.restore_pages(sequence, pages, rows, range(length, length + 1))
             tracked.num_kept = len(path)
+            self.tiers.touch_disk(path)
             self._count_hit(tiers)
             return length
         return 0
@@ -254,3 +257,7 @@ _QUEUE_BYTES = 512 * 2**20
 """What may wait to be written to disk, unless two snapshots are more."""
 _EXIT_SECONDS = 60.0
 """So long a process that ends waits for the disk."""
+
+
+def _num_slots(pool: StatePool) -> int:
+    return next((len(pool[spec.name]) for spec in pool.specs if not spec.is_paged), 0)

@@ -144,12 +144,12 @@ class DiskStore:
             return self._changed.wait_for(lambda: not self._jobs and not self._is_busy, timeout)
 
     def close(self, timeout: float | None = None) -> None:
-        """`flush`, and end the threads. The store takes nothing any more."""
+        """`flush`, and end the threads. The store takes nothing any more, and has nothing."""
         is_outside = threading.current_thread() is not self._writer  # where the garbage collector may call it
         if is_outside:
             self.flush(timeout)
         with self._changed:
-            self._is_closed = True
+            self._is_closed, self._files = True, SizedLRU(self.budget)
             self._changed.notify_all()
         if is_outside:
             self._writer.join(timeout)
@@ -244,7 +244,7 @@ class DiskStore:
             files: SizedLRU[str] = SizedLRU(self._files.budget)
             for _, path, size in sorted(found):
                 files.add(path, size)
-            self._files = files
+            self._files = SizedLRU(self.budget) if self._is_closed else files
 
     # --- reading ------------------------------------------------------------------------------------------------------
 

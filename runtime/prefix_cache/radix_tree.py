@@ -78,6 +78,7 @@ class RadixTree:
         """Put the nodes of a path back, where they were pruned while they were in use."""
         for node in path:
             assert node.parent is not None
+            assert node.parent.children.get(node.tokens, node) is node
             node.parent.children[node.tokens] = node
 
     def prune(self, node: Node) -> None:

@@ -86,8 +86,11 @@ class Tiers:
         for node in reversed(path):
             self._pages.touch(node)
             self._host.touch((node, "page"))
-        if self.store is not None and path:
-            self.store.use([_name(node, "page") for node in path] + [_name(path[-1], "slot")])
+
+    def touch_disk(self, path: Sequence[Node]) -> None:
+        """What is used in other tiers should last on disk as well."""
+        if self.store is not None:
+            self.store.use([*(_name(node, "page") for node in path), _name(path[-1], "slot")])
 
     # --- keeping ------------------------------------------------------------------------------------------------------
 
@@ -221,6 +224,7 @@ class Tiers:
         else:
             node.host_slot = row
         self._host.add((node, kind), size)
+        self.tree.attach(node.path())  # what left the host may have taken it out, which had nothing for a moment
 
     def _evict_from_host(self, node: Node, kind: Kind) -> None:
         row = node.host_page if kind == "page" else node.host_slot
