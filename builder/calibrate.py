@@ -23,7 +23,7 @@ from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, path_from_identifier
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
-from qwen4exp_trt.runtime.state_pool import allocate_states
+from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.text_file import read_text
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
@@ -133,7 +133,7 @@ class _ObservingBackend:
         num_blocks: int,
     ) -> None:
         self.program, self.weights, self.rows, self.num_blocks = program, weights, rows, num_blocks
-        self.states = allocate_states(program.states, num_blocks, num_slots=1)
+        self.states = StatePool(program.states, allocate_states(program.states, num_blocks, num_slots=1))
         self.amax = dict.fromkeys(paths, torch.zeros(()))
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:

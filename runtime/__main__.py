@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from qwen4exp_trt.runtime.backend import BACKENDS
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.llm import LLM, Prompt
 from qwen4exp_trt.runtime.progress_line import loading_line
+from qwen4exp_trt.runtime.runtime_options import add_runtime_options, llm_options
 
 PROG = "qwen4exp-generate"
 
@@ -32,17 +32,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the chat template")
     parser.add_argument("--system", metavar="TEXT", help="with --chat: a system message (default: none)")
     parser.add_argument("--no-thinking", action="store_true", help="with --chat: turn thinking off")
-    parser.add_argument("--backend", choices=BACKENDS, default="eager", help="what executes (default: %(default)s)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cpu, and cuda for an engine)")
-    parser.add_argument(
-        "--checkpoint", metavar="FOLDER", help="where the checkpoint is now (default: where it was at the build)"
-    )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable (default: none)")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop at this text, may be repeated")
     sampling = parser.add_argument_group("sampling", "By default as the checkpoint's generation_config.json asks.")
     for name, (kind, text) in _SAMPLING_FLAGS.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
+    add_runtime_options(parser)
     args = parser.parse_args(argv)
     if not args.chat and (args.system is not None or args.no_thinking):
         parser.error("--system and --no-thinking need --chat")
@@ -51,8 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def generate(args: argparse.Namespace) -> None:
     """Load the bundle and print the text as it comes."""
-    show = loading_line().show
-    llm = LLM(args.bundle, backend=args.backend, device=args.device, checkpoint=args.checkpoint, progress=show)
+    llm = LLM(args.bundle, progress=loading_line().show, **llm_options(args))
     names = (*_SAMPLING_FLAGS, "max_tokens", "seed", "stop")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
     params = replace(llm.default_sampling_params, **given)

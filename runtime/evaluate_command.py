@@ -9,14 +9,15 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from qwen4exp_trt.errors import RequestError
-from qwen4exp_trt.runtime.backend import BACKENDS
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.evaluation import Evaluation, default_window, evaluate
 from qwen4exp_trt.runtime.llm import LLM
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import ProgressLine, loading_line
+from qwen4exp_trt.runtime.runtime_options import add_runtime_options, llm_options
 from qwen4exp_trt.runtime.text_file import read_text
 
 PROG = "qwen4exp-eval"
@@ -39,11 +40,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--max-tokens", type=int, metavar="N", help="use the first N tokens of the text (default: all)")
     add("--json", type=Path, metavar="FILE", help="also write the result there (default: no)")
-    add("--backend", choices=BACKENDS, default="eager", help="what executes (default: %(default)s)")
-    add("--device", help="where it executes: cpu, cuda or cuda:N (default: cpu, and cuda for an engine)")
-    for name, whose in (("--checkpoint", "BUNDLE"), ("--against-checkpoint", "the one of --against")):
-        text = f"where the checkpoint of {whose} is now (default: where it was at the build)"
-        add(name, type=Path, metavar="FOLDER", help=text)
+    text = "where the checkpoint of the bundle of --against is now (default: where it was at the build)"
+    add("--against-checkpoint", type=Path, metavar="FOLDER", help=text)
+    add_runtime_options(parser)
     args = parser.parse_args(argv)
     if args.against is None and args.against_checkpoint is not None:
         parser.error("--against-checkpoint needs --against")
@@ -55,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
     text = read_text(args.text, RequestError)
     if args.json is not None:
         _check_json(args.json)
-    llm = _load(args, args.bundle, args.checkpoint)
-    base = None if args.against is None else _load(args, args.against, args.against_checkpoint)
+    llm = _load(args, args.bundle)
+    base = None if args.against is None else _load(args, args.against, checkpoint=args.against_checkpoint)
     line = ProgressLine(lambda done, total: f"window {done} of {total}")
     result = evaluate(llm, text, window=args.window, max_tokens=args.max_tokens, base=base, progress=line.show)
     print(format_result(result))
@@ -64,12 +63,15 @@ def run(args: argparse.Namespace) -> None:
         _write_json(args, result)
 
 
-def _load(args: argparse.Namespace, bundle: Path, checkpoint: Path | None) -> LLM:
-    """A bundle with pages for one window only: its full KV cache may be larger than the model."""
+def _load(args: argparse.Namespace, bundle: Path, **options: Any) -> LLM:
+    """A bundle with pages for one window only, unless asked otherwise: its full KV cache may be larger than the model.
+
+    ``options`` replace those of ``args``.
+    """
     limits = Manifest.load(bundle).limits
     window = default_window(limits.max_seq_len) if args.window is None else args.window
     num_blocks = min(max(-(-window // limits.block_size), 1), limits.max_num_blocks)
-    return LLM(bundle, args.backend, args.device, checkpoint, num_blocks, progress=loading_line().show)
+    return LLM(bundle, progress=loading_line().show, **{"num_blocks": num_blocks, **llm_options(args), **options})
 
 
 def _check_json(path: Path) -> None:

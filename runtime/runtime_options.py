@@ -1,0 +1,61 @@
+"""The options of `LLM` on the command line: one table for all commands that load a bundle."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qwen4exp_trt.runtime.backend import BACKENDS
+
+
+@dataclass(frozen=True)
+class RuntimeOption:
+    """A keyword argument of `LLM` as a flag. Not given, `LLM` decides.
+
+    ``kind`` is of the value; None makes a pair of flags, ``--name`` and ``--no-name``. ``default`` says in the help
+    what `LLM` does.
+    """
+
+    name: str
+    text: str
+    default: str
+    kind: Any = str
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+
+RUNTIME_OPTIONS = (
+    RuntimeOption("backend", "what executes", "eager", more={"choices": BACKENDS}),
+    RuntimeOption("device", "where: cpu, cuda or cuda:N", "cpu, and cuda for an engine"),
+    RuntimeOption(
+        "checkpoint", "where the checkpoint is now", "where it was at the build", Path, {"metavar": "FOLDER"}
+    ),
+    RuntimeOption("num_blocks", "pages of the KV cache", "enough for a full batch", int, {"metavar": "N"}),
+    RuntimeOption(
+        "max_num_seqs", "sequences that run at a time", "what the bundle is built for", int, {"metavar": "N"}
+    ),
+    RuntimeOption("row_cache_bytes", "memory for rows of an n-gram table on disk", "64 MiB", int, {"metavar": "BYTES"}),
+)
+
+
+def add_runtime_options(parser: argparse.ArgumentParser) -> None:
+    """Add all `RUNTIME_OPTIONS` to ``parser``, in a group of their own."""
+    group = parser.add_argument_group("loading and running")
+    for option in RUNTIME_OPTIONS:
+        text = f"{option.text} (default: {option.default})"
+        if option.kind is None:
+            group.add_argument(option.flag, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            group.add_argument(option.flag, type=option.kind, help=text, **option.more)
+
+
+def llm_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `LLM` that were given."""
+    names = (option.name for option in RUNTIME_OPTIONS)
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
