@@ -119,7 +119,9 @@ class Simulation:
     ``limits``: the budgets of device, host and disk, in snapshots.
     """
 
-    def __init__(self, limits: tuple[int, int, int], folder: Path | None, interval: int = 8, identity: bytes = b"one") -> None:
+    def __init__(
+        self, limits: tuple[int, int, int], folder: Path | None, interval: int = 8, identity: bytes = b"one"
+    ) -> None:
         device, host, disk = limits
         self.options = PrefixCacheOptions(
             prefix_cache_bytes=device * SLOT_BYTES,
@@ -225,5 +227,3 @@ class Simulation:
         assert tiers.bytes_of("host") == on_host <= self.options.host_cache_bytes
         for node in nodes:
             assert node.page is None or node.host_page is None, "the host has what the device has not"
-
-

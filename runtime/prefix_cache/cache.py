@@ -59,9 +59,7 @@ class PrefixCache:
     ``snapshot_interval`` tokens, and of a decoding sequence at its newest boundary. One thread at a time.
     """
 
-    def __init__(
-        self, states: SequenceStates, block_size: int, identity: bytes, options: PrefixCacheOptions
-    ) -> None:
+    def __init__(self, states: SequenceStates, block_size: int, identity: bytes, options: PrefixCacheOptions) -> None:
         pool, self._states, self._block_size = states.pool, states, block_size
         self._interval = max(options.snapshot_interval // block_size, 1) * block_size
         self.counters = CacheCounters()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cache_simulation import BLOCK_SIZE, NUM_PAGES, PAGE_BYTES, SLOT_BYTES, Simulation, SimulatedSequence
+from cache_simulation import BLOCK_SIZE, NUM_PAGES, PAGE_BYTES, SLOT_BYTES, SimulatedSequence, Simulation
 
 from qwen4exp_trt.errors import CacheError
 from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions

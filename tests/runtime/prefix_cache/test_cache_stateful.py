@@ -1,4 +1,4 @@
-"""Random programs of sequences over a prefix cache: whatever is restored is right, and nothing is lost or over budget."""
+"""Random programs of sequences over a prefix cache: what is restored is right, and nothing is lost or over budget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ prompts = st.one_of(
     ),
 )
 
-indices = st.integers(0, 10**6)
+indices, small = st.integers(0, 10**6), st.integers(0, 9)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -76,7 +76,9 @@ class CacheMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.simulation.reopen()
 
-    @rule(donor=st.integers(0, 9), victim=st.integers(0, 9), place=indices, flip=st.integers(0, 7), is_torn=st.booleans())
+    @rule(
+        donor=st.integers(0, 9), victim=st.integers(0, 9), place=indices, flip=st.integers(0, 7), is_torn=st.booleans()
+    )
     def damage(self, donor: int, victim: int, place: int, flip: int, is_torn: bool) -> None:
         """A file of the cache is torn, or has the content of another one, or a flipped bit."""
         self.simulation.cache.flush()

@@ -5,9 +5,7 @@ from hypothesis import strategies as st
 
 from qwen4exp_trt.runtime.prefix_cache.sized_lru import SizedLRU
 
-actions = st.tuples(
-    st.sampled_from(["add", "touch", "demote", "remove", "trim"]), st.integers(0, 5), st.integers(0, 9)
-)
+actions = st.tuples(st.sampled_from(["add", "touch", "demote", "remove", "trim"]), st.integers(0, 5), st.integers(0, 9))
 
 
 @given(st.lists(actions, max_size=40))
