@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,15 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import DroppedError, RequestError
 from qwen4exp_trt.runtime.backend import Backend
+from qwen4exp_trt.runtime.drafts.verification import verified
+from qwen4exp_trt.runtime.hooks import NoPrefixCache, PrefixCache, Proposer
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
-from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, sample
+from qwen4exp_trt.runtime.sampler import SampledToken, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
 from qwen4exp_trt.runtime.sequence import Sequence
+from qwen4exp_trt.runtime.sequence_states import SequenceStates
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
 from qwen4exp_trt.runtime.stopping import StopChecker
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
@@ -45,15 +50,24 @@ class EngineCore:
         *,
         max_num_seqs: int | None = None,
         metrics: EngineMetrics | None = None,
+        prefix_cache: Callable[[SequenceStates], PrefixCache] | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.metrics = metrics or EngineMetrics()
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
-        self.scheduler = Scheduler(limits, num_blocks, max_num_seqs)
+        self.proposer = proposer
+        self.states = SequenceStates(backend.states, limits, num_blocks, proposer.num_rewritten if proposer else 0)
+        self.prefix_cache = prefix_cache(self.states) if prefix_cache else NoPrefixCache()
+        num_lookahead = proposer.num_lookahead if proposer else 0
+        self.scheduler = Scheduler(
+            limits, self.states, max_num_seqs, self.prefix_cache, num_lookahead, metrics=self.metrics
+        )
         self.metrics.add_source(self._gauges)
         self._ids = itertools.count()
         # Re-entrant, since the garbage collector may close a dropped stream in the middle of a step.
         self.lock = threading.RLock()
+        self._depth, self._to_abort = 0, deque[Sequence]()
 
     def make_sequence(
         self,
@@ -83,13 +97,19 @@ class EngineCore:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `make_sequence` made."""
-        with self.lock:
+        with self._turn():
             self.scheduler.add(sequence)
 
     def abort(self, sequence: Sequence) -> None:
         """Drop a sequence and free its memory; its result stays as it is."""
-        with self.lock:
-            self._finish(sequence, sequence.finish_reason or "abort")
+        self._to_abort.append(sequence)
+        with self._turn():
+            pass
+
+    def close(self) -> None:
+        """Let the prefix cache write what it keeps; nothing runs afterwards."""
+        with self._turn():
+            self.prefix_cache.close()
 
     def step(self) -> list[Sequence]:
         """Run one step: each running sequence gets a token, or more of its prompt computed. Returns those.
@@ -97,7 +117,7 @@ class EngineCore:
         If the step fails, the sequences that it ran are dropped: their states may be half updated. A sequence whose
         logits are unusable is dropped alone. Does nothing if another thread has finished every sequence meanwhile.
         """
-        with self.lock:
+        with self._turn():
             scheduled = self.scheduler.schedule()
             try:
                 if scheduled:
@@ -107,6 +127,19 @@ class EngineCore:
                 for entry in scheduled:
                     self._drop(entry.sequence, f"a step failed that it shared with others: {brief(error)}", error)
                 raise
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the lock. Aborts that come meanwhile, in this thread as well, wait until nothing is half done."""
+        with self.lock:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                while self._depth == 1 and self._to_abort:
+                    sequence = self._to_abort.popleft()
+                    self._finish(sequence, sequence.finish_reason or "abort")
+                self._depth -= 1
 
     def _gauges(self) -> Iterator[Metric]:
         scheduler = self.scheduler
@@ -128,30 +161,59 @@ class EngineCore:
         start = self.metrics.clock()
         for entry in scheduled:
             self.metrics.scheduled(entry.sequence.metrics)
-        num_prompt_tokens = sum(entry.num_prompt_tokens for entry in scheduled)
         inputs, sampled = build_step_inputs(scheduled)
-        sequences = [scheduled[index].sequence for index in sampled]
-        tokens = self._sample(inputs, [sequence.sample_request for sequence in sequences])
+        tokens, stack = self._sample(inputs, [scheduled[index] for index in sampled])
         now = self.metrics.clock()
-        self.metrics.stepped(now - start, num_prompt_tokens)
-        for entry in scheduled:
-            entry.sequence.num_computed += entry.num_tokens
-        for sequence, token in zip(sequences, tokens, strict=True):
-            if token is None:
-                self._drop(sequence, _UNUSABLE)
-                continue
-            sequence.append(token)
-            self.metrics.produced(sequence.metrics, 1, now)
-            if sequence.finish_reason is not None:
-                self._finish(sequence, sequence.finish_reason)
+        self.metrics.stepped(now - start, sum(entry.num_prompt_tokens for entry in scheduled))
+        taken = dict(zip(sampled, tokens, strict=True))
+        for index, entry in enumerate(scheduled):
+            self._commit(entry, taken.get(index, []), now)
+        if self.proposer is not None:
+            self.proposer.observe(scheduled, stack)
+        entries = [entry for entry in scheduled if entry.sequence.memory is not None]
+        for entry in entries:
+            self.prefix_cache.after_step(entry.sequence)
+            if entry.sequence.finish_reason is not None:
+                self._finish(entry.sequence, entry.sequence.finish_reason)
+        if self.proposer is not None:
+            decoding = [entry.sequence for entry in entries if entry.sequence.memory is not None and entry.samples]
+            self.proposer.propose(decoding)
 
-    def _sample(self, inputs: Mapping[str, Tensor], requests: SequenceOf[SampleRequest]) -> list[SampledToken | None]:
-        """Run a step and sample from its first rows of logits."""
+    def _commit(self, entry: ScheduledSequence, taken: SequenceOf[SampledToken | None], now: float) -> None:
+        """Give a sequence the tokens of a step, the last of which is None if its logits were unusable."""
+        sequence = entry.sequence
+        if taken and taken[-1] is None:
+            self._drop(sequence, _UNUSABLE)
+            return
+        num_accepted = max(len(taken) - 1, 0)
+        self.states.commit(sequence, entry.num_tokens, entry.num_tokens - entry.num_drafts + num_accepted)
+        if entry.num_drafts:
+            self.metrics.drafted(sequence.metrics, entry.num_drafts, num_accepted)
+        sequence.set_drafts(())
+        num_before = sequence.num_output_tokens
+        for token in taken:
+            if token is not None and sequence.finish_reason is None:
+                sequence.append(token)
+        if taken:
+            self.metrics.produced(sequence.metrics, sequence.num_output_tokens - num_before, now)
+
+    def _sample(
+        self, inputs: Mapping[str, Tensor], entries: SequenceOf[ScheduledSequence]
+    ) -> tuple[list[list[SampledToken | None]], Tensor | None]:
+        """Run a step. Returns the tokens that each of ``entries`` takes from its rows of logits, and the stack."""
+        requests = [request for entry in entries for request in entry.sequence.row_requests(entry.num_drafts)]
         vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
         run_and_sample = getattr(self.backend, "sample", None)
         if run_and_sample is not None:
-            return run_and_sample(inputs, requests, vocab_limit)
-        return sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)
+            rows = run_and_sample(inputs, requests, vocab_limit)
+        else:
+            rows = sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)
+        of_entries = iter(rows)
+        tokens = []
+        for entry in entries:
+            drafts = entry.sequence.draft_token_ids[: entry.num_drafts]
+            tokens.append(verified(drafts, [next(of_entries) for _ in range(entry.num_logits_rows)]))
+        return tokens, None
 
     def score(self, token_ids: Iterable[Any]) -> Tensor:
         """Float32 logits ``[T, vocab_size]`` after each token of one sequence.
@@ -164,7 +226,7 @@ class EngineCore:
         sequence = Sequence(
             "score", None, checked, SamplingParams(), len(checked), checker, None, self.metrics.request()
         )
-        with self.lock:
+        with self._turn():
             if not self.scheduler.acquire_memory(sequence):
                 raise RequestError(
                     f"{self.scheduler.num_unfinished} open requests leave no slot or too few pages to score "
@@ -180,7 +242,7 @@ class EngineCore:
         while sequence.num_tokens_left:
             entry = ScheduledSequence(sequence, min(chunk, sequence.num_tokens_left))
             yield self.backend.run(build_step_inputs([entry], all_rows=True)[0])
-            sequence.num_computed += entry.num_tokens
+            self.states.commit(sequence, entry.num_tokens)
 
     def _checked_prompt(self, token_ids: Iterable[Any], room_for: int) -> list[int]:
         """The ids as ints; `RequestError` unless there are some, in the vocabulary, with room for new tokens."""

@@ -1,13 +1,24 @@
-"""Decides which sequences run how many tokens in the next step, and owns slots and pages."""
+"""Decides which sequences run how many tokens in the next step, and who gives way when memory runs out."""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from qwen4exp_trt.errors import RequestError
-from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.sequence import Memory, Sequence
+from qwen4exp_trt.runtime.hooks import NoPrefixCache, PrefixCache
+from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
+from qwen4exp_trt.runtime.metrics import EngineMetrics
+from qwen4exp_trt.runtime.sequence import Sequence
+from qwen4exp_trt.runtime.sequence_states import SequenceStates
+
+AGING_STEPS = 1000
+"""Steps by which a request has to be earlier than one of the next higher priority to be served before it."""
+
+_PLACE = attrgetter("place_in_line")
 
 
 @dataclass(frozen=True)
@@ -37,24 +48,42 @@ class ScheduledSequence:
     @property
     def num_prompt_tokens(self) -> int:
         """How many of the tokens are the prompt's."""
-        left = len(self.sequence.prompt_token_ids) - self.sequence.num_computed
+        left = len(self.sequence.prompt_token_ids) - self.start
         return max(min(left, self.num_tokens), 0)
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill beside decoding sequences in one step.
+    """Serves sequences in line: by priority, in order of arrival within one, and nobody waits for ever.
 
-    A sequence starts when a slot and the pages for its longest possible length are free, so that a running sequence
-    never lacks memory.
+    The place in line is fixed when a sequence is added: the step of its arrival, later by `AGING_STEPS` for each level
+    of its priority (the lowest runs first). The first ``max_num_seqs`` in line run, as far as there are pages; one that
+    has started gives way only to a sequence before it: for pages that this one needs to go on, or to start if its
+    priority is higher. What gives way loses its memory and is computed again when its turn comes.
+
+    A step takes the next token of every sequence that decodes, with its drafts. What its token budget leaves goes to
+    prompts, half in equal shares and the rest in the order of the line.
     """
 
-    def __init__(self, limits: EngineLimits, num_blocks: int, max_num_seqs: int | None = None) -> None:
-        self.limits, self.num_blocks = limits, num_blocks
+    def __init__(
+        self,
+        limits: EngineLimits,
+        states: SequenceStates,
+        max_num_seqs: int | None = None,
+        prefix_cache: PrefixCache | None = None,
+        num_lookahead: int = 0,
+        metrics: EngineMetrics | None = None,
+    ) -> None:
+        self.limits, self.states, self.num_lookahead = limits, states, num_lookahead
+        self.metrics = metrics or EngineMetrics()
         self.max_num_seqs = limits.max_batch_size if max_num_seqs is None else max_num_seqs
-        self._waiting: deque[Sequence] = deque()
+        self.prefix_cache = prefix_cache or NoPrefixCache()
+        self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._free_slots = list(reversed(range(limits.num_slots)))
-        self._free_blocks = list(reversed(range(num_blocks)))
+        self._entries: dict[Sequence, ScheduledSequence] = {}
+        """Of the step that is being made up."""
+        self._num_steps = self._num_added = self._num_ended = 0
+        self._refused: tuple[Sequence, int, int] | None = None
+        """Who was refused memory last, and at which state of it."""
 
     @property
     def num_unfinished(self) -> int:
@@ -69,16 +98,25 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> list[Sequence]:
+        """The sequences that have started, in line."""
+        return list(self._running)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.states.blocks.num_blocks
+
+    @property
     def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        return self.states.num_free_slots
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free_blocks)
+        return self.states.blocks.num_free
 
     def check_capacity(self, max_len: int) -> None:
-        """`RequestError` if a sequence of ``max_len`` tokens could never start."""
-        num_blocks = self._blocks_for(max_len)
+        """`RequestError` if a sequence of ``max_len`` tokens could never run to its end."""
+        num_blocks = self.states.num_pages(max_len)
         if num_blocks > self.num_blocks:
             raise RequestError(
                 f"the request may take {max_len} tokens, {num_blocks} pages of the KV cache, but there are "
@@ -87,43 +125,168 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that passes `check_capacity`."""
-        self._waiting.append(sequence)
+        self._num_added += 1
+        arrival = self._num_steps + sequence.priority * AGING_STEPS
+        sequence.place_in_line = (arrival, sequence.priority, self._num_added)
+        insort(self._waiting, sequence, key=_PLACE)
 
     def schedule(self) -> list[ScheduledSequence]:
         """The sequences of the next step: those that decode first, then prompts, up to the step's token budget."""
+        self._num_steps += 1
+        self._entries = {}
+        for sequence in self.running:
+            if sequence.memory is not None and sequence.num_tokens_left == 1:
+                self._schedule_decoding(sequence)
         self._admit()
-        budget, scheduled = self.limits.max_step_tokens, []
-        for sequence in sorted(self._running, key=lambda running: running.num_tokens_left > 1):
-            num_tokens = min(sequence.num_tokens_left, self.limits.prefill_chunk, budget)
-            if num_tokens > 0:
-                num_drafts = min(len(sequence.draft_token_ids), budget - num_tokens)
-                scheduled.append(ScheduledSequence(sequence, num_tokens + num_drafts, num_drafts))
-                budget -= num_tokens + num_drafts
-        return scheduled
+        self._schedule_prompts()
+        return list(self._entries.values())
 
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its memory."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        if sequence in self._waiting:
-            self._waiting.remove(sequence)
-        memory, sequence.memory = sequence.memory, None
-        if memory is not None:
-            self._free_slots.append(memory.slot)
-            self._free_blocks.extend(reversed(memory.blocks))
+        for queue in (self._running, self._waiting):
+            _take_out(queue, sequence)
+        self._num_ended += 1
+        self._free(sequence)
 
     def acquire_memory(self, sequence: Sequence) -> bool:
-        """Give ``sequence`` a slot and the pages for its longest possible length, until `finish`; False if too few
-        are free."""
-        num_blocks = self._blocks_for(sequence.max_len)
-        if not self._free_slots or num_blocks > len(self._free_blocks):
+        """Give a sequence that is in no queue a slot and pages for its longest possible length, until `finish`.
+
+        False if too few are free; no other sequence gives way.
+        """
+        if not self.states.start(sequence):
             return False
-        sequence.memory = Memory(self._free_slots.pop(), [self._free_blocks.pop() for _ in range(num_blocks)])
-        return True
+        if not self._make_room(lambda: self.states.num_missing(sequence, sequence.max_len), []):
+            self.states.free(sequence)
+            return False
+        return self.states.reserve(sequence, sequence.max_len)
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """The tokens of a sequence behind its first ``length`` have changed or gone: nothing of them stays computed.
+
+        States that cannot go back so far are restored from the prefix cache, or computed again.
+        """
+        if sequence.memory is None or self.states.truncate(sequence, min(length, sequence.num_computed)):
+            return
+        self.prefix_cache.release(sequence)
+        self.states.rewind(sequence)
+        self.prefix_cache.restore(sequence)
+
+    def _schedule_decoding(self, sequence: Sequence) -> None:
+        room = sequence.max_len - len(sequence.token_ids) - 1
+        num_drafts = max(min(len(sequence.draft_token_ids), DRAFT_ROWS - 1, room), 0)
+        if self._reserve(sequence, 1 + num_drafts):
+            self._entries[sequence] = ScheduledSequence(sequence, 1 + num_drafts, num_drafts)
+
+    def _schedule_prompts(self) -> None:
+        prompts = [sequence for sequence in self._running if sequence not in self._entries]
+        budget = self.limits.max_step_tokens - sum(entry.num_tokens for entry in self._entries.values())
+        wanted = [self._chunk_wanted(sequence) for sequence in prompts]
+        for sequence, num_tokens in zip(prompts, _shares(budget, wanted), strict=True):
+            if num_tokens and sequence.memory is not None and self._reserve(sequence, num_tokens):
+                self._entries[sequence] = ScheduledSequence(sequence, num_tokens)
+
+    def _chunk_wanted(self, sequence: Sequence) -> int:
+        boundary = self.prefix_cache.next_boundary(sequence)
+        until_boundary = sequence.num_tokens_left if boundary is None else boundary - sequence.num_computed
+        return min(sequence.num_tokens_left, until_boundary, self.limits.prefill_chunk)
+
+    def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for a step, if need be from others; else the sequence itself gives way."""
+        rows = min(num_tokens + self.num_lookahead, sequence.max_len - sequence.num_computed)
+        if self.states.reserve(sequence, rows):
+            return True
+        behind = self._running[bisect_left(self._running, sequence.place_in_line, key=_PLACE) + 1 :]
+        if self._make_room(lambda: self.states.num_missing(sequence, rows), behind):
+            return self.states.reserve(sequence, rows)
+        self._preempt(sequence)
+        return False
 
     def _admit(self) -> None:
-        while self._waiting and self.num_running < self.max_num_seqs and self.acquire_memory(self._waiting[0]):
-            self._running.append(self._waiting.popleft())
+        while self._waiting:
+            sequence = self._waiting[0]
+            state = (sequence, self._num_ended, self.states.blocks.num_releases)
+            if self._refused == state or not self._start(sequence):
+                self._refused = (sequence, self._num_ended, self.states.blocks.num_releases)
+                return
+            _take_out(self._waiting, sequence)
+            insort(self._running, sequence, key=_PLACE)
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_size)
+    def _start(self, sequence: Sequence) -> bool:
+        """Memory for all tokens of a waiting sequence; False, and it has none, if that takes too much from others."""
+        lower = [running for running in self._running if running.priority > sequence.priority]
+        lower = lower[bisect_left(lower, sequence.place_in_line, key=_PLACE) :]
+        if not lower and not self._has_place:
+            return False
+        match = self.prefix_cache.match(sequence)
+        num_pages = self.states.num_pages(len(sequence.token_ids)) - (match.num_shared_pages if match else 0)
+        # A page for each that goes on running, so that the newcomer is not the next to give way.
+        num_pages += len(self._running) - len(lower)
+        if not self._make_room(lambda: num_pages, lower):
+            return False
+        if not self._has_place:
+            self._preempt(lower.pop())
+        if not self.states.start(sequence):
+            return False
+        num_restored = self.prefix_cache.restore(sequence)
+        if not self.states.reserve(sequence, sequence.num_tokens_left):
+            self._free(sequence)
+            return False
+        if not sequence.metrics.num_preemptions:
+            self.metrics.cached(sequence.metrics, len(sequence.token_ids), num_restored)
+        return True
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether one more can run."""
+        return len(self._running) < self.max_num_seqs and self.states.num_free_slots > 0
+
+    def _make_room(self, num_needed: Callable[[], int], victims: list[Sequence]) -> bool:
+        """See that as many pages are free: drop what the prefix cache keeps, then preempt ``victims``, the last first.
+
+        False if all that is not enough; then only the prefix cache has lost.
+        """
+        while (missing := num_needed() - self.num_free_blocks) > 0 and self.prefix_cache.evict(missing):
+            pass
+        held = sum(len(victim.memory.blocks) for victim in victims if victim.memory is not None)
+        if num_needed() > self.num_free_blocks + held:
+            return False
+        while num_needed() > self.num_free_blocks:
+            if not victims:
+                return False
+            self._preempt(victims.pop())
+            self.prefix_cache.evict(num_needed() - self.num_free_blocks)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Put a running sequence back in line; what it has computed is lost."""
+        _take_out(self._running, sequence)
+        self._entries.pop(sequence, None)
+        self._free(sequence)
+        insort(self._waiting, sequence, key=_PLACE)
+        self.metrics.preempted(sequence.metrics)
+
+    def _free(self, sequence: Sequence) -> None:
+        if sequence.memory is not None:
+            self.prefix_cache.release(sequence)
+        self.states.free(sequence)
+
+
+def _shares(budget: int, wanted: SequenceOf[int]) -> list[int]:
+    """What each gets: up to an equal share of half the budget, and of the rest what the ones before it leave."""
+    if not wanted:
+        return []
+    share = budget // (2 * len(wanted))
+    granted = [min(want, share) for want in wanted]
+    rest = budget - sum(granted)
+    for index, want in enumerate(wanted):
+        more = min(want - granted[index], rest)
+        granted[index] += more
+        rest -= more
+    return granted
+
+
+def _take_out(queue: list[Sequence], sequence: Sequence) -> None:
+    """Remove a sequence from a queue, if it is there."""
+    index = bisect_left(queue, sequence.place_in_line, key=_PLACE)
+    if index < len(queue) and queue[index] is sequence:
+        del queue[index]

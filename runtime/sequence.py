@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
-import numpy as np
 from torch import Tensor
 
 from qwen4exp_trt.errors import DroppedError
@@ -17,21 +15,9 @@ from qwen4exp_trt.runtime.metrics import RequestMetrics
 from qwen4exp_trt.runtime.outputs import CompletionOutput, Logprob, RequestOutput, StreamChunk, logprobs_from_sampled
 from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, TokenHistory, seed_of
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.sequence_memory import Memory
 from qwen4exp_trt.runtime.stopping import FinishReason, StopChecker
 from qwen4exp_trt.runtime.tokenizer import IncrementalDetokenizer, Tokenizer
-
-
-@dataclass
-class Memory:
-    """What a running sequence holds: a slot of the per-sequence states and pages of the paged caches."""
-
-    slot: int
-    blocks: list[int]
-
-    @cached_property
-    def block_row(self) -> np.ndarray:
-        """``blocks`` as int32: there may be thousands, which no step has to convert again."""
-        return np.array(self.blocks, dtype=np.int32)
 
 
 class Sequence:
@@ -59,6 +45,8 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)
         self.max_len, self.num_computed = max_len, 0
         self.memory: Memory | None = None
+        self.place_in_line: tuple[int, int, int] = (0, 0, 0)
+        """Among those of the scheduler: the lowest runs first."""
         self.error: DroppedError | None = None
         """Why this sequence was dropped."""
         self.draft_token_ids: list[int] = []

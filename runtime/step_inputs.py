@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
+from qwen4exp_trt.runtime.sequence_memory import Memory
 
 
 def build_step_inputs(
@@ -21,37 +21,57 @@ def build_step_inputs(
     rows: for each its last token and the drafts behind it. With ``all_rows`` the logits are those of every token
     instead. A step that needs no logits asks for row 0, since a step always returns one.
     """
-    token_ids, positions, memories, lens = [], [], [], []
-    for entry in scheduled:
-        sequence, start = entry.sequence, entry.start
-        end = start + entry.num_tokens
-        assert sequence.memory is not None, sequence.request_id
-        token_ids += sequence.token_ids[start:end]
-        token_ids += sequence.draft_token_ids[: entry.num_drafts]
-        positions.append(np.arange(start, end, dtype=np.int32))
-        lens.append(end)
-        memories.append(sequence.memory)
-    starts = [0, *accumulate(entry.num_tokens for entry in scheduled)]
+    num_tokens = np.array([entry.num_tokens for entry in scheduled])
+    contexts = np.array([entry.start for entry in scheduled])
+    starts = np.zeros(len(scheduled) + 1, dtype=np.int64)
+    num_tokens.cumsum(out=starts[1:])
     sampled = [index for index, entry in enumerate(scheduled) if entry.samples]
-    ends = [(starts[index + 1], scheduled[index].num_logits_rows) for index in sampled]
-    rows = list(range(starts[-1])) if all_rows else [row for end, count in ends for row in range(end - count, end)]
-    inputs = {
-        "input_ids": token_ids,
-        "positions": np.tile(np.concatenate(positions), (3, 1)),  # text: all three MRoPE axes agree
+    positions = np.arange(starts[-1]) + np.repeat(contexts - starts[:-1], num_tokens)
+    memories = [_memory_of(entry) for entry in scheduled]
+    arrays = {
+        "input_ids": _token_ids(scheduled, starts),
+        "positions": np.tile(positions, (3, 1)),  # text: all three MRoPE axes agree
         "query_start_loc": starts,
-        "seq_lens": lens,
-        "slot_ids": [memory.slot for memory in memories],
-        "num_seqs": [len(scheduled)],
-        "logits_indices": rows or [0],
+        "seq_lens": contexts + num_tokens,
+        "slot_ids": np.array([memory.slot for memory in memories]),
+        "num_seqs": np.array([len(scheduled)]),
+        "logits_indices": np.arange(starts[-1]) if all_rows else _logits_rows(scheduled, sampled, starts),
+        "block_table": _block_table([memory.block_row for memory in memories]),
     }
-    arrays = {name: np.array(value, dtype=np.int32) for name, value in inputs.items()}
-    arrays["block_table"] = _block_table([memory.block_row for memory in memories])
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}, sampled
+    return {name: torch.from_numpy(array.astype(np.int32, copy=False)) for name, array in arrays.items()}, sampled
+
+
+def _memory_of(entry: ScheduledSequence) -> Memory:
+    assert entry.sequence.memory is not None, entry.sequence.request_id
+    return entry.sequence.memory
+
+
+def _token_ids(scheduled: SequenceOf[ScheduledSequence], starts: np.ndarray) -> np.ndarray:
+    token_ids = np.empty(starts[-1], dtype=np.int32)
+    for entry, row in zip(scheduled, starts.tolist(), strict=False):
+        known = entry.num_tokens - entry.num_drafts
+        if known == 1:  # the most frequent: no slice of a list for it
+            token_ids[row] = entry.sequence.token_ids[entry.start]
+        else:
+            token_ids[row : row + known] = entry.sequence.token_ids[entry.start : entry.start + known]
+        if entry.num_drafts:
+            token_ids[row + known : row + entry.num_tokens] = entry.sequence.draft_token_ids[: entry.num_drafts]
+    return token_ids
+
+
+def _logits_rows(scheduled: SequenceOf[ScheduledSequence], sampled: SequenceOf[int], starts: np.ndarray) -> np.ndarray:
+    rows: list[int] = []
+    for index in sampled:
+        end = int(starts[index + 1])
+        rows += range(end - scheduled[index].num_logits_rows, end)
+    return np.array(rows or [0])
 
 
 def _block_table(rows: SequenceOf[np.ndarray]) -> np.ndarray:
     """Rows of pages, padded with -1."""
-    table = np.full((len(rows), max(map(len, rows))), -1, dtype=np.int32)
+    width = max(map(len, rows))
+    table = np.empty((len(rows), width), dtype=np.int32)
     for target, row in zip(table, rows, strict=True):
         target[: len(row)] = row
+        target[len(row) :] = -1
     return table

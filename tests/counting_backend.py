@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.runtime.state_pool import StatePool
+
 VOCAB_SIZE = 50
 NAN_TOKEN = 40
 
@@ -15,7 +17,7 @@ NAN_TOKEN = 40
 class CountingBackend:
     """Predicts the token after the last one; `NAN_TOKEN` gives NaN, and with ``error`` every step fails."""
 
-    device = torch.device("cpu")
+    device, states = torch.device("cpu"), StatePool((), {})
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []

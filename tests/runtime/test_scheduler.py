@@ -7,20 +7,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen4exp_trt.errors import RequestError
-from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.hooks import NoPrefixCache
+from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.sampler import SampledToken
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
-from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
+from qwen4exp_trt.runtime.scheduler import AGING_STEPS, ScheduledSequence, Scheduler
 from qwen4exp_trt.runtime.sequence import Sequence
+from qwen4exp_trt.runtime.sequence_states import SequenceStates
+from qwen4exp_trt.runtime.state_pool import StatePool
 from qwen4exp_trt.runtime.stopping import StopChecker
 
 LIMITS = EngineLimits(max_batch_size=3, max_seq_len=64, prefill_chunk=30, block_size=8)
 
 
-def make_sequence(name: str, num_prompt: int, max_tokens: int) -> Sequence:
+def make_sequence(name: str, num_prompt: int, max_tokens: int, priority: int = 0) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens)
     checker = StopChecker(params, (), num_prompt, num_prompt + max_tokens)
-    return Sequence(name, None, list(range(num_prompt)), params, num_prompt + max_tokens, checker, None)
+    prompt = list(range(num_prompt))
+    return Sequence(name, None, prompt, params, num_prompt + max_tokens, checker, None, priority=priority)
+
+
+class Boundaries(NoPrefixCache):
+    """Wants the states at multiples of ``interval``."""
+
+    def __init__(self, interval: int) -> None:
+        self.interval = interval
+
+    def next_boundary(self, sequence: Sequence) -> int | None:
+        return (sequence.num_computed // self.interval + 1) * self.interval
 
 
 @dataclass
@@ -29,52 +43,74 @@ class Simulation:
 
     limits: EngineLimits
     num_blocks: int
+    max_num_seqs: int | None = None
+    cache: NoPrefixCache = field(default_factory=NoPrefixCache)
+    num_lookahead: int = 0
     scheduler: Scheduler = field(init=False)
     started: list[str] = field(default_factory=list)
+    """Names in the order of their first steps."""
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.limits, self.num_blocks)
+        states = SequenceStates(StatePool((), {}), self.limits, self.num_blocks)
+        self.scheduler = Scheduler(self.limits, states, self.max_num_seqs, self.cache, self.num_lookahead)
+
+    @property
+    def num_preemptions(self) -> float:
+        return self.scheduler.metrics.preemptions.total()
 
     def add(self, *sequences: Sequence) -> None:
         for sequence in sequences:
             self.scheduler.add(sequence)
 
-    def step(self) -> dict[str, int]:
+    def step(self, num_accepted: int = 0) -> dict[str, int]:
         """Run one step; the number of tokens of each scheduled sequence, in order."""
         scheduled = self.scheduler.schedule()
         self._check(scheduled)
         for entry in scheduled:
             sequence, samples = entry.sequence, entry.samples
-            sequence.num_computed += entry.num_tokens
-            if samples:
-                sequence.append(SampledToken(0, 0.0, 1, None))
+            accepted = min(num_accepted, entry.num_drafts)
+            self.scheduler.states.commit(sequence, entry.num_tokens, entry.num_tokens - entry.num_drafts + accepted)
+            sequence.set_drafts(())
+            for _ in range(accepted + 1 if samples else 0):
+                if sequence.finish_reason is None:
+                    sequence.append(SampledToken(0, 0.0, 1, None))
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
         return {entry.sequence.request_id: entry.num_tokens for entry in scheduled}
 
+    def run(self, num_steps: int = 2000) -> list[dict[str, int]]:
+        """All steps until nothing is left."""
+        steps = []
+        while self.scheduler.num_unfinished:
+            steps.append(self.step())
+            assert len(steps) < num_steps, "somebody waits for ever"
+        return steps
+
     def _check(self, scheduled: list[ScheduledSequence]) -> None:
-        running = list(self.scheduler._running)
-        memories = [sequence.memory for sequence in running]
-        slots = [memory.slot for memory in memories if memory]
-        blocks = [block for memory in memories if memory for block in memory.blocks]
-        assert len(slots) == len(running), "every running sequence has memory"
-        assert sorted(slots + self.scheduler._free_slots) == list(range(self.limits.num_slots)), (
-            "no slot shared or lost"
-        )
-        assert sorted(blocks + self.scheduler._free_blocks) == list(range(self.num_blocks)), "no page shared or lost"
-        for sequence in running:
-            assert sequence.memory and len(sequence.memory.blocks) * self.limits.block_size >= sequence.max_len
-            if sequence.request_id not in self.started:
-                self.started.append(sequence.request_id)
+        scheduler, blocks = self.scheduler, self.scheduler.states.blocks
+        running, waiting = scheduler.running, scheduler._waiting
+        memories = [sequence.memory for sequence in running if sequence.memory]
+        assert len(memories) == len(running) <= scheduler.max_num_seqs, "every running sequence has memory"
+        assert all(sequence.memory is None for sequence in waiting), "a waiting one has none"
+        assert [sequence.place_in_line for sequence in running] == sorted(s.place_in_line for s in running)
+        slots = [memory.slot for memory in memories]
+        assert sorted(slots + scheduler.states._free_slots) == list(range(self.limits.num_slots)), "no slot lost"
+        held = [block for memory in memories for block in memory.blocks]
+        assert sorted(held + blocks._free) == list(range(self.num_blocks)), "no page shared or lost"
         counts = {entry.sequence: entry.num_tokens for entry in scheduled}
         assert sum(counts.values()) <= self.limits.max_step_tokens
-        assert all(0 < count <= self.limits.prefill_chunk for count in counts.values())
-        assert len(scheduled) <= self.limits.max_batch_size
+        for entry in scheduled:
+            sequence = entry.sequence
+            assert sequence in running and sequence.memory is not None
+            assert 0 < entry.num_tokens <= max(self.limits.prefill_chunk, DRAFT_ROWS)
+            rows = min(entry.start + entry.num_tokens + self.num_lookahead, sequence.max_len)
+            assert len(sequence.memory.blocks) * self.limits.block_size >= rows
+            if sequence.request_id not in self.started:
+                self.started.append(sequence.request_id)
         decoding = [sequence for sequence in running if sequence.num_tokens_left == 1]
-        prompts = [sequence for sequence in running if sequence.num_tokens_left > 1]
-        assert list(counts)[: len(decoding)] == decoding, "all that decode run, before all prompts"
-        assert list(counts)[len(decoding) :] == prompts[: len(counts) - len(decoding)], "prompts in their order"
-        assert not prompts or prompts[0] in counts, "the first prompt gets on"
+        assert all(sequence in counts for sequence in decoding), "all that decode get a token"
+        assert not scheduler.num_unfinished or counts, "something is done"
+        assert not running or running[0] in counts, "the first in line gets on"
 
 
 def test_prompt_is_cut_into_chunks_beside_a_decoding_sequence() -> None:
@@ -91,15 +127,27 @@ def test_prompt_is_cut_into_chunks_beside_a_decoding_sequence() -> None:
 def test_decoding_sequences_go_first_whatever_their_age() -> None:
     simulation = Simulation(LIMITS, 24)
     simulation.add(make_sequence("long", 50, 2), make_sequence("short", 1, 5))
-    assert simulation.step() == {"short": 1, "long": 29}
-    assert simulation.step() == {"short": 1, "long": 21}
+    assert simulation.step() == {"long": 29, "short": 1}
+    assert list(simulation.step().items()) == [("short", 1), ("long", 21)]
 
 
 def test_several_prompts_share_a_step() -> None:
     simulation = Simulation(LIMITS, 24)
     simulation.add(*(make_sequence(name, 12, 1) for name in "abc"))
-    assert simulation.step() == {"a": 12, "b": 12, "c": 6}
+    assert simulation.step() == {"a": 12, "b": 12, "c": 6}, "5 for each, and the rest in line"
     assert simulation.step() == {"c": 6}
+
+
+def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
+    limits = EngineLimits(max_batch_size=3, max_seq_len=4096, prefill_chunk=100, block_size=8)
+    simulation = Simulation(limits, limits.max_num_blocks)
+    simulation.add(make_sequence("long", 4000, 2))
+    simulation.step()
+    simulation.add(make_sequence("short", 20, 1), make_sequence("middle", 60, 1))
+    assert simulation.step() == {"long": 68, "short": 16, "middle": 16}, "16 for each, and the rest in line"
+    assert simulation.step() == {"long": 80, "short": 4, "middle": 16}
+    assert simulation.step() == {"long": 75, "middle": 25}
+    assert simulation.step() == {"long": 97, "middle": 3}
 
 
 def test_budget_of_many_sequences_exceeds_a_small_chunk() -> None:
@@ -111,14 +159,100 @@ def test_budget_of_many_sequences_exceeds_a_small_chunk() -> None:
     assert simulation.step() == {"a": 2}
 
 
-def test_admission_waits_for_a_slot_and_for_pages() -> None:
+def test_chunks_end_where_the_prefix_cache_wants_the_states() -> None:
+    simulation = Simulation(LIMITS, 24, cache=Boundaries(24))
+    simulation.add(make_sequence("a", 50, 1), make_sequence("b", 9, 1))
+    assert [simulation.step() for _ in range(4)] == [{"a": 23, "b": 7}, {"a": 1, "b": 2}, {"a": 24}, {"a": 2}]
+
+
+def test_drafts_follow_the_last_token() -> None:
+    simulation = Simulation(LIMITS, 24, num_lookahead=2)
+    sequence, other = make_sequence("a", 3, 20), make_sequence("b", 40, 1)
+    simulation.add(sequence)
+    simulation.step()
+    sequence.set_drafts([1, 2, 3])
+    simulation.add(other)
+    assert simulation.step(num_accepted=2) == {"a": 4, "b": 26}
+    assert (sequence.num_computed, len(sequence.token_ids)) == (6, 7)
+    sequence.set_drafts(list(range(20)))
+    assert simulation.step(num_accepted=7) == {"a": DRAFT_ROWS, "b": 14}
+    sequence.set_drafts(list(range(20)))
+    assert simulation.step(num_accepted=7) == {"a": 8}
+    assert len(sequence.token_ids) == 23 and sequence.finish_reason == "length"
+
+
+def test_no_more_drafts_than_the_sequence_may_become_long() -> None:
+    simulation = Simulation(LIMITS, 1, num_lookahead=2)
+    sequence = make_sequence("a", 3, 4)
+    simulation.add(sequence)
+    simulation.step()
+    sequence.set_drafts([1, 2, 3, 4, 5])
+    assert simulation.step(num_accepted=2) == {"a": 3}
+    assert sequence.finish_reason == "length"
+
+
+def test_admission_waits_for_a_slot_and_for_the_pages_of_the_prompt() -> None:
     simulation = Simulation(LIMITS, 9)
-    simulation.add(make_sequence("big", 30, 2), make_sequence("bigger", 30, 15), make_sequence("small", 1, 1))
-    assert set(simulation.step()) == {"big"}, "6 more pages are not free, and small does not overtake"
+    simulation.add(make_sequence("big", 30, 2), make_sequence("bigger", 41, 2), make_sequence("small", 1, 1))
+    assert set(simulation.step()) == {"big"}, "5 pages are free, 6 are needed, and small does not overtake"
     assert set(simulation.step()) == {"big"}
     assert set(simulation.step()) == {"bigger", "small"}, "big is done"
     simulation.add(*(make_sequence(name, 1, 9) for name in "abc"))
-    assert set(simulation.step()) == {"bigger", "a"}, "2 of the 3 pages that bigger leaves"
+    assert set(simulation.step()) == {"bigger", "a"}, "a page for each is left"
+    assert set(simulation.step()) == {"bigger", "a"}
+    assert set(simulation.step()) == {"a", "b", "c"}, "3 slots"
+
+
+def test_no_more_sequences_run_than_asked_for() -> None:
+    simulation = Simulation(LIMITS, 24, max_num_seqs=2)
+    simulation.add(*(make_sequence(name, 1, 2) for name in "abc"))
+    assert [set(step) for step in simulation.run()] == [{"a", "b"}, {"a", "b"}, {"c"}, {"c"}]
+
+
+def test_the_last_in_line_gives_way_when_pages_run_out_and_is_computed_again() -> None:
+    simulation = Simulation(LIMITS, 4)
+    first, last = make_sequence("first", 7, 18), make_sequence("last", 7, 18)
+    simulation.add(first, last)
+    steps = simulation.run()
+    assert (simulation.num_preemptions, last.metrics.num_preemptions) == (1, 1)
+    assert all("first" in step for step in steps[:18]), "it never waits"
+    again = next(index for index in range(1, len(steps)) if steps[index].get("last", 0) > 1)
+    assert steps[again]["last"] > 7, "prompt and output at once"
+    assert len(last.token_ids) == 7 + 18
+
+
+def test_a_higher_priority_starts_before_and_takes_slots_and_pages() -> None:
+    simulation = Simulation(LIMITS, 8, max_num_seqs=2)
+    low = [make_sequence(name, 17, 10, priority=1) for name in ("low 1", "low 2")]
+    simulation.add(*low, make_sequence("waits", 1, 1, priority=1))
+    assert set(simulation.step()) == {"low 1", "low 2"}
+    simulation.add(make_sequence("high", 30, 2))
+    assert set(simulation.step()) == {"high", "low 1"}, "the last in line gives its slot"
+    simulation.add(make_sequence("higher", 50, 2, priority=-1))
+    assert set(simulation.step()) == {"higher"}, "7 of 8 pages"
+    simulation.run()
+    assert simulation.started == ["low 1", "low 2", "high", "higher", "waits"]
+    assert [sequence.metrics.num_preemptions for sequence in low] == [1, 1]
+
+
+def test_equal_priorities_do_not_take_from_each_other_to_start() -> None:
+    simulation = Simulation(LIMITS, 8)
+    simulation.add(make_sequence("first", 40, 20))
+    simulation.step()
+    simulation.add(make_sequence("second", 30, 2))
+    while "first" in simulation.step():
+        pass
+    assert (simulation.num_preemptions, simulation.started) == (0, ["first", "second"])
+
+
+def test_a_stream_of_higher_priorities_does_not_hold_up_a_lower_one_for_ever() -> None:
+    simulation = Simulation(LIMITS, 8, max_num_seqs=1)
+    simulation.add(make_sequence("low", 1, 3, priority=1))
+    for step in range(AGING_STEPS + 10):
+        simulation.add(make_sequence(f"high {step}", 1, 1))
+        simulation.step()
+    assert "low" in simulation.started
+    assert simulation.started.index("low") in range(AGING_STEPS - 10, AGING_STEPS + 2)
 
 
 def test_finish_takes_a_waiting_sequence_out_and_is_harmless_twice() -> None:
@@ -135,25 +269,47 @@ def test_finish_takes_a_waiting_sequence_out_and_is_harmless_twice() -> None:
 
 
 def test_memory_can_be_held_outside_the_queue() -> None:
-    scheduler = Scheduler(LIMITS, 10)
+    scheduler = Simulation(LIMITS, 10).scheduler
     held = [make_sequence(name, 30, 1) for name in "ab"]
     assert [scheduler.acquire_memory(sequence) for sequence in held] == [True, True]
     assert not scheduler.acquire_memory(make_sequence("c", 30, 1)), "2 pages are left, 4 are needed"
-    assert scheduler.num_free_blocks == 2
+    assert (scheduler.num_free_blocks, scheduler.num_free_slots) == (2, 1)
     assert scheduler.schedule() == []
     scheduler.finish(held[0])
     assert scheduler.num_free_blocks == 6
 
 
 def test_request_larger_than_the_pool_is_refused() -> None:
-    scheduler = Scheduler(LIMITS, 4)
+    scheduler = Simulation(LIMITS, 4).scheduler
     scheduler.check_capacity(32)
     with pytest.raises(RequestError, match="may take 33 tokens, 5 pages of the KV cache, but there are 4; lower"):
         scheduler.check_capacity(33)
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A request of a random run."""
+
+    num_prompt: int
+    max_tokens: int
+    step: int
+    priority: int
+    lifetime: int | None
+    """Steps after which it is cancelled."""
+
+
+ARRIVALS = st.builds(
+    Arrival,
+    num_prompt=st.integers(1, 40),
+    max_tokens=st.integers(1, 24),
+    step=st.integers(0, 12),
+    priority=st.integers(-1, 1),
+    lifetime=st.none() | st.integers(0, 12),
+)
+
+
 @given(
-    requests=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 8)), min_size=1, max_size=12),
+    arrivals=st.lists(ARRIVALS, min_size=1, max_size=12),
     limits=st.builds(
         EngineLimits,
         max_batch_size=st.integers(1, 4),
@@ -162,24 +318,58 @@ def test_request_larger_than_the_pool_is_refused() -> None:
         block_size=st.sampled_from([4, 8, 64]),
     ),
     extra_blocks=st.integers(0, 20),
+    num_lookahead=st.integers(0, 3),
+    drafts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=20),
 )
-def test_every_request_is_served_in_order_and_returns_its_memory(
-    requests: list[tuple[int, int, int]], limits: EngineLimits, extra_blocks: int
+def test_every_request_is_served_and_returns_its_memory(
+    arrivals: list[Arrival],
+    limits: EngineLimits,
+    extra_blocks: int,
+    num_lookahead: int,
+    drafts: list[tuple[int, int]],
+) -> None:
+    """``drafts``: how many are proposed and accepted in a step."""
+    num_blocks = limits.blocks_per_seq + extra_blocks
+    simulation = Simulation(limits, num_blocks, num_lookahead=num_lookahead)
+    sequences = {
+        arrival: make_sequence(str(index), arrival.num_prompt, arrival.max_tokens, arrival.priority)
+        for index, arrival in enumerate(arrivals)
+    }
+    for now in range(3000):
+        for arrival, sequence in sequences.items():
+            if arrival.step == now:
+                simulation.add(sequence)
+            if arrival.lifetime is not None and arrival.step + arrival.lifetime == now:
+                simulation.scheduler.finish(sequence)
+        if now > 24 and not simulation.scheduler.num_unfinished:
+            break
+        proposed, accepted = drafts[now] if now < len(drafts) else (0, 0)
+        for sequence in simulation.scheduler.running:
+            if sequence.num_tokens_left == 1:
+                sequence.set_drafts([0] * proposed)
+        simulation.step(accepted)
+    for arrival, sequence in sequences.items():
+        if arrival.lifetime is None:
+            assert len(sequence.token_ids) == arrival.num_prompt + arrival.max_tokens
+    assert simulation.scheduler.num_unfinished == 0
+    assert (simulation.scheduler.num_free_blocks, simulation.scheduler.num_free_slots) == (num_blocks, limits.num_slots)
+
+
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24), st.integers(0, 8)), min_size=1, max_size=12),
+    extra_blocks=st.integers(0, 20),
+)
+def test_equal_priorities_start_in_the_order_of_arrival(
+    requests: list[tuple[int, int, int]], extra_blocks: int
 ) -> None:
     """Requests of (prompt length, tokens to generate, step of arrival)."""
-    num_blocks = limits.blocks_per_seq + extra_blocks
-    simulation = Simulation(limits, num_blocks)
-    sequences = {str(i): make_sequence(str(i), length, count) for i, (length, count, _) in enumerate(requests)}
+    simulation = Simulation(LIMITS, LIMITS.blocks_per_seq + extra_blocks)
     arrivals: list[str] = []
-    for now in range(1000):
-        new = [name for name in sequences if requests[int(name)][2] == now]
-        arrivals += new
-        simulation.add(*(sequences[name] for name in new))
-        if len(arrivals) == len(sequences) and not simulation.scheduler.num_unfinished:
-            break
+    for now in range(9):
+        for index, (length, count, step) in enumerate(requests):
+            if step == now:
+                arrivals.append(str(index))
+                simulation.add(make_sequence(str(index), length, count))
         simulation.step()
-    assert simulation.started == arrivals, "first come, first served"
-    for name, (length, count, _) in enumerate(requests):
-        assert len(sequences[str(name)].token_ids) == length + count
-    assert simulation.scheduler.num_free_blocks == num_blocks
-    assert simulation.scheduler.num_free_slots == limits.num_slots
+    simulation.run()
+    assert simulation.started == arrivals

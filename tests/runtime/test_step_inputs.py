@@ -4,7 +4,8 @@ import torch
 
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
-from qwen4exp_trt.runtime.sequence import Memory, Sequence
+from qwen4exp_trt.runtime.sequence import Sequence
+from qwen4exp_trt.runtime.sequence_memory import Memory
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
 from qwen4exp_trt.runtime.stopping import StopChecker
 
