@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -17,6 +18,14 @@ from qwen4exp_trt.runtime.generation_config import GenerationConfig
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES
 from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
+from qwen4exp_trt.runtime.prefix_cache.cache import PrefixCache
+from qwen4exp_trt.runtime.prefix_cache.cache_metrics import cache_metrics
+from qwen4exp_trt.runtime.prefix_cache.opening import prefix_cache_opener
+from qwen4exp_trt.runtime.prefix_cache.options import (
+    DEFAULT_DISK_BYTES,
+    DEFAULT_SNAPSHOT_INTERVAL,
+    PrefixCacheOptions,
+)
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
@@ -41,7 +50,9 @@ class LLM:
     all allocated at once; by default enough for a full batch of the longest sequences, so give fewer where memory is
     short. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. ``row_cache_bytes``:
     memory for rows of an n-gram table that was built to stay on disk. ``max_num_seqs``: how many sequences run at a
-    time, at most (and by default) as many as the bundle is built for; the others wait. Raises `BundleError`
+    time, at most (and by default) as many as the bundle is built for; the others wait. ``enable_prefix_caching``: keep
+    the states of prompts for others that begin alike; `PrefixCacheOptions` says how, with the options that follow.
+    Raises `BundleError`
     for a bundle that is damaged, of another version, without weights or too large for the memory, `CheckpointError`
     for a checkpoint that is not the one it was built from.
 
@@ -58,6 +69,12 @@ class LLM:
         progress: Progress | None = None,
         row_cache_bytes: int = DEFAULT_CACHE_BYTES,
         max_num_seqs: int | None = None,
+        enable_prefix_caching: bool = True,
+        prefix_cache_bytes: int | None = None,
+        host_cache_bytes: int = 0,
+        cache_dir: str | Path | None = None,
+        disk_cache_bytes: int = DEFAULT_DISK_BYTES,
+        snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
     ) -> None:
         folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)
@@ -76,15 +93,33 @@ class LLM:
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
         moved_to = None if checkpoint is None else _checked_path("checkpoint", checkpoint)
+        caching = PrefixCacheOptions(
+            prefix_cache_bytes, host_cache_bytes, cache_dir, disk_cache_bytes, snapshot_interval
+        )
+        executor = make_backend(backend, device, folder, self.manifest, moved_to, blocks, progress, row_cache_bytes)
+        opener = prefix_cache_opener(self.manifest, backend, executor.device, caching)
         self.core = EngineCore(
-            make_backend(backend, device, folder, self.manifest, moved_to, blocks, progress, row_cache_bytes),
+            executor,
             limits,
             blocks,
             self.manifest.vocab_size,
             self.manifest.stop_token_ids,
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
+            prefix_cache=opener if enable_prefix_caching else None,
         )
+        if isinstance(self.core.prefix_cache, PrefixCache):
+            self.core.metrics.add_source(partial(cache_metrics, self.core.prefix_cache))
+
+    def close(self) -> None:
+        """Write to disk what the prefix cache keeps there. Nothing can be generated afterwards."""
+        self.core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def generate(
         self,

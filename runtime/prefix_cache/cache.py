@@ -91,7 +91,7 @@ class PrefixCache:
         self.counters.lookup_tokens += len(sequence.token_ids)
         while path := self._longest(walked):
             self.tiers.touch(path)
-            tiers = [self.tiers.tier_of(node, "page") for node in path]
+            tiers: list[Tier | None] = [self.tiers.tier_of(node, "page") for node in path]
             pages = self.tiers.load_pages(path)
             if pages is None and self._longest(walked) == path:
                 break  # nothing is damaged: there are too few pages
@@ -186,7 +186,7 @@ class PrefixCache:
         if boundary not in memory.window or not is_wanted:
             return
         is_spare = is_decoding or boundary not in self._worth_keeping(tracked)
-        if self.tiers.tier_of(node, "slot") is None:
+        if node.slot is None:  # also if it is on disk: that it was not used means that something of it is damaged
             self.tiers.keep_slot(node, self.tiers.layouts["slot"].read(memory.slot), is_spare)
             tracked.own.append(node)
         else:

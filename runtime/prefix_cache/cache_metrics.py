@@ -16,7 +16,7 @@ def cache_metrics(cache: PrefixCache) -> Iterator[Metric]:
     evicted = (tiers.counters.evicted_from_device, tiers.counters.evicted_from_host, disk.evicted)
     yield _counter("lookups", "Sequences that started, or went on after a preemption.", {"": counters.lookups})
     yield _counter("successful_lookups", "Those of them for which a prefix was restored.", {"": counters.hits})
-    yield _counter("hit_tokens", "Tokens that were restored, by where their pages were.", counters.hit_tokens)
+    yield _counter("hit_tokens", "Tokens that were restored, by where their pages were.", {**counters.hit_tokens})
     yield _counter("evictions", "Pages and snapshots that a tier had no room for.", _by_tier(evicted))
     yield _counter("blobs_written", "Pages and snapshots written to disk.", {"": disk.written})
     yield _counter("blobs_dropped", "Those that were not, since the disk was too slow.", {"": disk.dropped})

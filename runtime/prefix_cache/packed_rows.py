@@ -34,7 +34,7 @@ class PackedRow:
         """The memory of a row on the host, once what is copied into it is there."""
         if self.ready is not None:
             self.ready.synchronize()
-        return [memoryview(part.numpy()) for part in self.parts]
+        return [part.numpy().data for part in self.parts]
 
 
 class RowLayout:
@@ -105,11 +105,11 @@ class _Part:
 
     def read(self, row: int) -> Tensor:
         flat = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
-        torch._foreach_copy_(self._slices(flat), [matrix[row] for matrix in self._matrices])
+        _copy_rows(self._slices(flat), [matrix[row] for matrix in self._matrices])
         return flat
 
     def write(self, row: int, flat: Tensor) -> None:
-        torch._foreach_copy_([matrix[row] for matrix in self._matrices], self._slices(flat))
+        _copy_rows([matrix[row] for matrix in self._matrices], self._slices(flat))
 
     def rows(self, flat: Tensor) -> dict[str, Tensor]:
         slices = zip(self.specs, self._states, self._slices(flat), strict=True)
@@ -117,6 +117,11 @@ class _Part:
 
     def _slices(self, flat: Tensor) -> list[Tensor]:
         return [flat[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
+
+
+def _copy_rows(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """All in one kernel, or few."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _as_row(piece: Tensor, state: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ class Node:
 
     def path(self) -> list[Node]:
         """The nodes from the first block to this one."""
-        nodes, node = [], self
+        nodes: list[Node] = []
+        node: Node = self
         while node.parent is not None:
             nodes.append(node)
             node = node.parent
@@ -52,7 +53,7 @@ class Node:
 
     def below(self) -> Iterator[Node]:
         """This node and all that begin with its prefix."""
-        pending = [self]
+        pending: list[Node] = [self]
         while pending:
             node = pending.pop()
             yield node
