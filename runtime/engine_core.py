@@ -17,8 +17,9 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import DroppedError, RequestError
 from qwen4exp_trt.runtime.backend import Backend
+from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.verification import verified
-from qwen4exp_trt.runtime.hooks import NoPrefixCache, PrefixCache, Proposer
+from qwen4exp_trt.runtime.hooks import NoPrefixCache, PrefixCache
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
 from qwen4exp_trt.runtime.sampler import SampledToken, sample
@@ -51,15 +52,18 @@ class EngineCore:
         max_num_seqs: int | None = None,
         metrics: EngineMetrics | None = None,
         prefix_cache: Callable[[SequenceStates], PrefixCache] | None = None,
-        proposer: Proposer | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         self.metrics = metrics or EngineMetrics()
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
-        self.proposer = proposer
-        self.states = SequenceStates(backend.states, limits, num_blocks, proposer.num_rewritten if proposer else 0)
+        self.drafting = drafting
+        num_rewritten, num_lookahead = 0, 0
+        if drafting is not None:
+            num_rewritten, num_lookahead = drafting.proposer.num_rewritten, drafting.proposer.num_lookahead
+            self.metrics.add_source(drafting.collect)
+        self.states = SequenceStates(backend.states, limits, num_blocks, num_rewritten)
         self.prefix_cache = prefix_cache(self.states) if prefix_cache else NoPrefixCache()
-        num_lookahead = proposer.num_lookahead if proposer else 0
         self.scheduler = Scheduler(
             limits, self.states, max_num_seqs, self.prefix_cache, num_lookahead, metrics=self.metrics
         )
@@ -162,58 +166,54 @@ class EngineCore:
         for entry in scheduled:
             self.metrics.scheduled(entry.sequence.metrics)
         inputs, sampled = build_step_inputs(scheduled)
-        tokens, stack = self._sample(inputs, [scheduled[index] for index in sampled])
+        entries = [scheduled[index] for index in sampled]
+        rows, stack = self._sample(inputs, entries)
         now = self.metrics.clock()
         self.metrics.stepped(now - start, sum(entry.num_prompt_tokens for entry in scheduled))
-        taken = dict(zip(sampled, tokens, strict=True))
-        for index, entry in enumerate(scheduled):
-            self._commit(entry, taken.get(index, []), now)
-        if self.proposer is not None:
-            self.proposer.observe(scheduled, stack)
-        entries = [entry for entry in scheduled if entry.sequence.memory is not None]
-        for entry in entries:
-            self.prefix_cache.after_step(entry.sequence)
-            if entry.sequence.finish_reason is not None:
-                self._finish(entry.sequence, entry.sequence.finish_reason)
-        if self.proposer is not None:
-            decoding = [entry.sequence for entry in entries if entry.sequence.memory is not None and entry.samples]
-            self.proposer.propose(decoding)
+        for entry in scheduled:
+            self._take(entry, list(itertools.islice(rows, entry.num_logits_rows)), now)
+        if self.drafting is not None:
+            self.drafting.proposer.observe(scheduled, stack)
+        for entry in scheduled:
+            if entry.sequence.memory is not None:
+                self.prefix_cache.after_step(entry.sequence)
+        for sequence in [entry.sequence for entry in entries]:
+            if sequence.finish_reason is not None and sequence.memory is not None:
+                self._finish(sequence, sequence.finish_reason)
+        if self.drafting is not None:
+            self.drafting.propose(entry.sequence for entry in entries if entry.sequence.memory is not None)
 
-    def _commit(self, entry: ScheduledSequence, taken: SequenceOf[SampledToken | None], now: float) -> None:
-        """Give a sequence the tokens of a step, the last of which is None if its logits were unusable."""
-        sequence = entry.sequence
-        if taken and taken[-1] is None:
-            self._drop(sequence, _UNUSABLE)
-            return
-        num_accepted = max(len(taken) - 1, 0)
-        self.states.commit(sequence, entry.num_tokens, entry.num_tokens - entry.num_drafts + num_accepted)
-        if entry.num_drafts:
-            self.metrics.drafted(sequence.metrics, entry.num_drafts, num_accepted)
-        sequence.set_drafts(())
+    def _take(self, entry: ScheduledSequence, row_tokens: list[SampledToken | None], now: float) -> None:
+        """Add the tokens of a step to a sequence; drop it if it comes to a row that none could be sampled from."""
+        sequence, drafts = entry.sequence, entry.sequence.draft_token_ids[: entry.num_drafts]
+        taken = verified(drafts, row_tokens) if row_tokens else []
         num_before = sequence.num_output_tokens
         for token in taken:
-            if token is not None and sequence.finish_reason is None:
-                sequence.append(token)
+            if token is None:
+                self._drop(sequence, _UNUSABLE)
+                return
+            sequence.append(token)
+            if sequence.finish_reason is not None:
+                break
+        num_new = sequence.num_output_tokens - num_before
+        sequence.set_drafts(())
+        self.states.commit(sequence, entry.num_tokens, entry.num_tokens - entry.num_drafts + max(num_new - 1, 0))
         if taken:
-            self.metrics.produced(sequence.metrics, sequence.num_output_tokens - num_before, now)
+            self.metrics.produced(sequence.metrics, num_new, now)
+        if drafts and self.drafting is not None:
+            self.metrics.drafted(sequence.metrics, len(drafts), len(taken) - 1)
+            self.drafting.verified(sequence, len(drafts), len(taken) - 1)
 
     def _sample(
         self, inputs: Mapping[str, Tensor], entries: SequenceOf[ScheduledSequence]
-    ) -> tuple[list[list[SampledToken | None]], Tensor | None]:
-        """Run a step. Returns the tokens that each of ``entries`` takes from its rows of logits, and the stack."""
+    ) -> tuple[Iterator[SampledToken | None], Tensor | None]:
+        """Run a step. Returns the tokens of the rows of logits, which are those of ``entries``, and the stack."""
         requests = [request for entry in entries for request in entry.sequence.row_requests(entry.num_drafts)]
         vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
         run_and_sample = getattr(self.backend, "sample", None)
         if run_and_sample is not None:
-            rows = run_and_sample(inputs, requests, vocab_limit)
-        else:
-            rows = sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)
-        of_entries = iter(rows)
-        tokens = []
-        for entry in entries:
-            drafts = entry.sequence.draft_token_ids[: entry.num_drafts]
-            tokens.append(verified(drafts, [next(of_entries) for _ in range(entry.num_logits_rows)]))
-        return tokens, None
+            return iter(run_and_sample(inputs, requests, vocab_limit)), None
+        return iter(sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)), None
 
     def score(self, token_ids: Iterable[Any]) -> Tensor:
         """Float32 logits ``[T, vocab_size]`` after each token of one sequence.

@@ -1,15 +1,11 @@
-"""What the serving loop calls in others: a prefix cache, and a proposer of drafts."""
+"""What the scheduler and the serving loop call in a prefix cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
 if TYPE_CHECKING:
-    from qwen4exp_trt.runtime.scheduler import ScheduledSequence
     from qwen4exp_trt.runtime.sequence import Sequence
 
 
@@ -84,24 +80,3 @@ class NoPrefixCache:
 
     def close(self) -> None:
         pass
-
-
-class Proposer(Protocol):
-    """Guesses the next tokens of sequences that decode."""
-
-    num_lookahead: int
-    """Rows behind those of a step that its forwards write."""
-    num_rewritten: int
-    """Rows before the next ones that its forwards may write again in restored states."""
-
-    def observe(self, entries: SequenceOf[ScheduledSequence], stack: Tensor | None) -> None:
-        """A step ran ``entries``; ``stack`` has a row of the program's for each of their tokens.
-
-        What counts of it is in the sequences: their tokens, and how many of these are computed. Those that were dropped
-        have no memory any more, those that are finished still have.
-        """
-        ...
-
-    def propose(self, sequences: SequenceOf[Sequence]) -> None:
-        """Set the drafts (`Sequence.set_drafts`) of sequences whose last token alone is still to be run."""
-        ...

@@ -165,11 +165,12 @@ class Scheduler:
 
         States that cannot go back so far are restored from the prefix cache, or computed again.
         """
-        if sequence.memory is None or self.states.truncate(sequence, min(length, sequence.num_computed)):
+        if sequence.memory is None:
             return
         self.prefix_cache.release(sequence)
-        self.states.rewind(sequence)
-        self.prefix_cache.restore(sequence)
+        if not self.states.truncate(sequence, min(length, sequence.num_computed)):
+            self.states.rewind(sequence)
+            self.prefix_cache.restore(sequence)
 
     def _schedule_decoding(self, sequence: Sequence) -> None:
         room = sequence.max_len - len(sequence.token_ids) - 1

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from qwen4exp_trt.runtime.metrics import PREFIX, Metric, Sample
 
 GIVE_UP_AFTER = 24
 """Steps in a row with drafts of which none was accepted, after which a request gets no more."""
@@ -10,60 +14,54 @@ GIVE_UP_AFTER = 24
 
 @dataclass
 class RequestAcceptance:
-    """Of one request. It is off for good when no draft was accepted in `GIVE_UP_AFTER` steps one after another."""
+    """Of one request."""
 
-    num_proposed: int = 0
-    num_accepted: int = 0
     num_in_vain: int = 0
-    """Steps since the last that accepted a draft."""
+    """Steps with drafts since the last in which one was accepted."""
 
     @property
     def is_off(self) -> bool:
+        """Whether the request gets no more drafts: they cost time, and it has none to win."""
         return self.num_in_vain >= GIVE_UP_AFTER
 
-    def count(self, num_proposed: int, num_accepted: int) -> None:
-        """Take the outcome of a step with drafts."""
-        self.num_proposed += num_proposed
-        self.num_accepted += num_accepted
+    def count(self, num_accepted: int) -> None:
+        """A step with drafts is over."""
         self.num_in_vain = 0 if num_accepted else self.num_in_vain + 1
 
 
-@dataclass
 class DraftCounters:
     """Of all requests; the lists are by the position of a draft in its step."""
 
-    max_drafts: int
-    num_drafts: int = 0
-    """Steps of a sequence with drafts."""
-    num_switched_off: int = 0
-    """Requests whose drafts ended early."""
-    proposed_per_position: list[int] = field(default_factory=list)
-    accepted_per_position: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.proposed_per_position = [0] * self.max_drafts
-        self.accepted_per_position = [0] * self.max_drafts
-
-    @property
-    def num_proposed(self) -> int:
-        return sum(self.proposed_per_position)
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(self.accepted_per_position)
+    def __init__(self, max_drafts: int) -> None:
+        self.proposed_per_position = [0] * max_drafts
+        self.accepted_per_position = [0] * max_drafts
+        """A draft is accepted only if all before it in its step are."""
+        self.num_switched_off = 0
+        """Requests whose drafts ended early."""
 
     @property
     def acceptance_rates(self) -> list[float]:
-        """The share of accepted drafts at each position, of those that were proposed and verified there; NaN of none.
-
-        A draft counts as accepted only if all before it in its step are.
-        """
+        """The share of accepted drafts at each position; NaN where none was verified."""
         pairs = zip(self.accepted_per_position, self.proposed_per_position, strict=True)
         return [accepted / proposed if proposed else float("nan") for accepted, proposed in pairs]
 
     def count(self, num_proposed: int, num_accepted: int) -> None:
         """Take the outcome of one sequence's step."""
-        self.num_drafts += 1
         for position in range(num_proposed):
             self.proposed_per_position[position] += 1
             self.accepted_per_position[position] += position < num_accepted
+
+    def collect(self) -> Iterator[Metric]:
+        """In Prometheus' terms."""
+        proposed, accepted = self.proposed_per_position, self.accepted_per_position
+        yield _per_position("num_draft_tokens_per_pos", "counter", "Draft tokens that were verified.", proposed)
+        yield _per_position("num_accepted_tokens_per_pos", "counter", "Draft tokens that were accepted.", accepted)
+        text = "Share of the verified draft tokens that were accepted."
+        yield _per_position("acceptance_rate_per_pos", "gauge", text, self.acceptance_rates)
+        samples = [Sample({}, self.num_switched_off)]
+        yield Metric(f"{PREFIX}spec_decode_num_switched_off", "counter", "Requests whose drafts ended early.", samples)
+
+
+def _per_position(name: str, kind: Literal["counter", "gauge"], text: str, values: Sequence[float]) -> Metric:
+    samples = [Sample({"position": str(position)}, value) for position, value in enumerate(values)]
+    return Metric(f"{PREFIX}spec_decode_{name}", kind, f"{text} By position in its step.", samples)

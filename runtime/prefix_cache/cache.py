@@ -65,8 +65,8 @@ class PrefixCache:
         self.counters = CacheCounters()
         folder, store = options.folder, None
         if folder is not None:
-            queue = max(_QUEUE_BYTES, 2 * pool.slot_bytes)
-            store = DiskStore(folder, identity.hex(), options.disk_cache_bytes, queue)
+            queue_bytes = options.queue_bytes(pool.slot_bytes)
+            store = DiskStore(folder, identity.hex(), options.disk_cache_bytes, queue_bytes)
             weakref.finalize(self, store.close, _EXIT_SECONDS)
         self.tree = RadixTree(block_size, identity)
         device_bytes = options.device_bytes(_num_slots(pool), pool.slot_bytes)
@@ -251,8 +251,6 @@ class PrefixCache:
         return tracked
 
 
-_QUEUE_BYTES = 512 * 2**20
-"""What may wait to be written to disk, unless two snapshots are more."""
 _EXIT_SECONDS = 60.0
 """So long a process that ends waits for the disk."""
 

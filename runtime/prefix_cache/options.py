@@ -12,6 +12,8 @@ from qwen4exp_trt.errors import CacheError
 DEFAULT_DISK_BYTES = 64 * 2**30
 DEFAULT_SNAPSHOT_INTERVAL = 2048
 _SNAPSHOTS_A_SLOT = 2
+_QUEUE_BYTES = 512 * 2**20
+_SNAPSHOTS_QUEUED = 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class PrefixCacheOptions:
     @property
     def folder(self) -> Path | None:
         return None if self.cache_dir is None else Path(self.cache_dir)
+
+    def queue_bytes(self, slot_bytes: int) -> int:
+        """What may wait in the host's memory to be written to disk, with snapshots of ``slot_bytes``."""
+        wanted = max(_QUEUE_BYTES, _SNAPSHOTS_QUEUED * slot_bytes)
+        return 0 if self.cache_dir is None else min(wanted, self.disk_cache_bytes)
 
     def device_bytes(self, num_slots: int, slot_bytes: int) -> int:
         """The budget on the device for ``num_slots`` sequences of ``slot_bytes`` each."""

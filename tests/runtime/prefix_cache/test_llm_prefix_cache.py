@@ -6,7 +6,6 @@ import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import bundles
 import pytest
@@ -14,7 +13,7 @@ from serving import assert_idle, generated, ids
 
 from qwen4exp_trt.errors import CacheError
 from qwen4exp_trt.runtime import LLM, SamplingParams
-from qwen4exp_trt.runtime.prefix_cache import PrefixCache
+from qwen4exp_trt.runtime.prefix_cache.cache import PrefixCache
 
 LIMITS = {"max_batch_size": 3, "max_seq_len": 256, "prefill_chunk": 48, "block_size": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -109,12 +108,11 @@ def test_preemption(bundle: Path, plain: LLM, text: list[int], tmp_path: Path) -
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "swapped", "gone"])
 def test_damaged_files_are_a_miss(
-    bundle: Path, plain: LLM, text: list[int], tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    tiny_bundle: Path, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, prompt = tmp_path / "cache", text[:100]
-    expected = answer(plain, prompt)
-    with LLM(bundle, cache_dir=folder) as llm:
-        assert answer(llm, prompt) == expected
+    folder, prompt = tmp_path / "cache", list(range(3, 43))
+    with LLM(tiny_bundle, cache_dir=folder) as llm:
+        expected = answer(llm, prompt)
     files = sorted(folder.glob("*/*.blob"))
     for path, other in zip(files, [*files[1:], files[0]], strict=True):
         data = bytearray(path.read_bytes())
@@ -125,7 +123,7 @@ def test_damaged_files_are_a_miss(
             path.write_bytes(data)
         elif damage == "swapped":
             shutil.copyfile(other, path)
-    with LLM(bundle, cache_dir=folder) as again:
+    with LLM(tiny_bundle, cache_dir=folder) as again:
         if damage == "gone":
             shutil.rmtree(folder)
         with caplog.at_level(logging.WARNING):
@@ -134,26 +132,25 @@ def test_damaged_files_are_a_miss(
         assert "is not used" in caplog.text
         assert answer(again, prompt) == expected
         assert cache_of(again).counters.hits == 1
-    with LLM(bundle, cache_dir=folder) as whole_again:
+    with LLM(tiny_bundle, cache_dir=folder) as whole_again:
         assert answer(whole_again, prompt) == expected
-        assert hit_tokens(whole_again)["disk"] == 96
 
 
-def test_two_models_in_one_folder(bundle: Path, plain: LLM, text: list[int], tmp_path: Path) -> None:
-    checkpoint = bundles.tiny_checkpoint(tmp_path / "checkpoint")
-    other = bundles.build(checkpoint, tmp_path / "other", **LIMITS)
-    prompt = [token % bundles.VOCAB_SIZE for token in text[:100]]
-    options: dict[str, Any] = {"cache_dir": tmp_path / "cache"}
-    expected = answer(plain, prompt), answer(LLM(other, enable_prefix_caching=False), prompt)
-    for _ in range(2):
-        with LLM(bundle, **options) as llm, LLM(other, **options) as second:
-            assert (answer(llm, prompt), answer(second, prompt)) == expected
-    assert hit_tokens(llm)["disk"] == hit_tokens(second)["disk"] == 96
+def test_two_models_in_one_folder(tiny_bundle: Path, tmp_path: Path) -> None:
+    other = bundles.build(tiny_bundle.parent / "tiny-checkpoint", tmp_path / "other", block_size=4)
+    prompt, options = list(range(3, 43)), {"cache_dir": tmp_path / "cache"}
+    for tokens_on_disk in (0, 32):
+        with LLM(tiny_bundle, **options) as llm, LLM(other, **options) as second:
+            assert answer(llm, prompt) == answer(second, prompt)
+            assert hit_tokens(llm)["disk"] == tokens_on_disk
+            assert hit_tokens(second)["disk"] == (36 if tokens_on_disk else 0)
+    assert len(list((tmp_path / "cache").iterdir())) == 2
 
 
-def test_metrics(llm: LLM, text: list[int]) -> None:
-    answer(llm, text[:100])
-    answer(llm, text[:100])
+def test_metrics(tiny_bundle: Path) -> None:
+    llm, prompt = LLM(tiny_bundle), list(range(3, 43))
+    answer(llm, prompt)
+    answer(llm, prompt)
     values = {
         (metric.name, *sample.labels.values()): sample.value
         for metric in llm.core.metrics.collect()
@@ -161,13 +158,13 @@ def test_metrics(llm: LLM, text: list[int]) -> None:
     }
     assert values["qwen4exp_prefix_cache_lookups",] == 2
     assert values["qwen4exp_prefix_cache_successful_lookups",] == 1
-    assert values["qwen4exp_prefix_cache_hit_tokens", "device"] == 96
+    assert values["qwen4exp_prefix_cache_hit_tokens", "device"] == 32
     device_bytes = values["qwen4exp_prefix_cache_bytes", "device"]
     assert isinstance(device_bytes, int) and device_bytes > 0
-    assert values["qwen4exp_prefix_cache_hits",] == 96, "as vLLM names it"
+    assert values["qwen4exp_prefix_cache_hits",] == 32, "as vLLM names it"
 
 
-def test_a_folder_that_cannot_be_used(bundle: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used(tiny_bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CacheError, match="prefix cache cannot be kept in"):
-        LLM(bundle, cache_dir=tmp_path / "file")
+        LLM(tiny_bundle, cache_dir=tmp_path / "file")

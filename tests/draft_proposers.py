@@ -1,0 +1,55 @@
+"""Proposers that tests steer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
+from qwen4exp_trt.runtime.drafts.drafting import Drafting
+from qwen4exp_trt.runtime.scheduler import ScheduledSequence
+from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
+
+Propose = Callable[[RequestSequence, int], Sequence[int]]
+
+
+class GivenDrafts:
+    """Proposes what ``propose(sequence, count)`` says, of which it takes the first ``count``."""
+
+    num_lookahead = num_rewritten = 0
+
+    def __init__(self, propose: Propose) -> None:
+        self._propose = propose
+
+    def observe(self, entries: Sequence[ScheduledSequence], stack: Tensor | None) -> None:
+        assert all(entry.sequence.memory is not None for entry in entries)
+
+    def propose(self, wanted: Sequence[tuple[RequestSequence, int]]) -> None:
+        for sequence, count in wanted:
+            sequence.set_drafts(self._propose(sequence, count)[:count])
+
+
+def drafting_of(propose: Propose, max_drafts: int = 7) -> Drafting:
+    return Drafting(SpeculativeConfig("ngram", max_drafts), GivenDrafts(propose))
+
+
+def right_up_to(texts: dict[tuple[int, ...], Sequence[int]], num_right: Callable[[], int], vocab_size: int) -> Propose:
+    """Drafts from the known outputs of prompts: ``num_right()`` right ones, and wrong ones behind them."""
+
+    def propose(sequence: RequestSequence, count: int) -> list[int]:
+        text = [*sequence.prompt_token_ids, *texts[tuple(sequence.prompt_token_ids)]]
+        done = len(sequence.token_ids)
+        assert sequence.token_ids == text[:done], "the text goes on as without drafts"
+        drafts, right = text[done : done + count], num_right()
+        drafts += [0] * (count - len(drafts))
+        return [*drafts[:right], *((draft + 1) % vocab_size for draft in drafts[right:])]
+
+    return propose
+
+
+def with_drafts(core: Any, drafting: Drafting | None) -> Any:
+    """``core`` with other drafts."""
+    core.drafting = drafting
+    return core
