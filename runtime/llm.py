@@ -56,8 +56,8 @@ class LLM:
     how many sequences run at a time, at most (and by default) as many as the bundle is built for; the others wait.
     ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
     ``enable_prefix_caching``: keep the states of prompts for others that begin alike; the options behind it are those
-    of `PrefixCacheOptions`. Raises `BundleError` for a bundle that is damaged, of another version, without weights or too large for the memory
-    (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was built from.
+    of `PrefixCacheOptions`. Raises `BundleError` for a bundle that is damaged, of another version, without weights or
+    too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was built from.
 
     Threads may share it: their requests run in the same steps.
     """
@@ -81,14 +81,8 @@ class LLM:
         disk_cache_bytes: int = DEFAULT_DISK_BYTES,
         snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
     ) -> None:
-        caching = PrefixCacheOptions(
-            prefix_cache_bytes=prefix_cache_bytes,
-            host_cache_bytes=host_cache_bytes,
-            cache_dir=cache_dir,
-            disk_cache_bytes=disk_cache_bytes,
-            snapshot_interval=snapshot_interval,
-        )
-        caching = caching if enable_prefix_caching else None
+        how = (prefix_cache_bytes, host_cache_bytes, cache_dir, disk_cache_bytes, snapshot_interval)
+        caching = PrefixCacheOptions(*how) if enable_prefix_caching else None
         options = LoadOptions(
             checkpoint=None if checkpoint is None else _checked_path("checkpoint", checkpoint),
             num_blocks=num_blocks,
