@@ -57,7 +57,8 @@ class LLM:
     ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
     ``enable_prefix_caching``: keep the states of prompts for others that begin alike; the options behind it are those
     of `PrefixCacheOptions`. Raises `BundleError` for a bundle that is damaged, of another version, without weights or
-    too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was built from.
+    too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was
+    built from.
 
     Threads may share it: their requests run in the same steps.
     """

@@ -16,12 +16,8 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.host_memory import available_memory, total_memory
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.load_options import LoadOptions
-<<<<<<< HEAD
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
-from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
-=======
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
->>>>>>> main
+from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES, NgramRowsSpec, PleResidency, extent_of
 from qwen4exp_trt.runtime.state_pool import state_bytes
@@ -173,12 +169,9 @@ def _fixed_uses(
 ) -> list[MemoryUse]:
     """All but the states."""
     limits, is_gpu = manifest.limits, device.type == "cuda"
-<<<<<<< HEAD
     states = [state for program in programs for state in program.states]
-=======
     files = [manifest.files.get(name) for name in (ENGINE_FILE, f"{DRAFT_DIR}/{ENGINE_FILE}")]
     engines = [0 if file is None else file.size for file in files]
->>>>>>> main
     weights = {spec.name: spec.tensor.num_bytes({}) for program in programs for spec in program.weights}
     on_host = sum(size for name, size in weights.items() if name in manifest.host_weights)
     tables = [spec for program in programs for spec in program.inputs if isinstance(spec, NgramRowsSpec)]
