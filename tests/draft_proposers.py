@@ -24,7 +24,7 @@ class GivenDrafts:
         self._propose = propose
 
     def observe(self, entries: Sequence[ScheduledSequence], stack: Tensor | None) -> None:
-        assert all(entry.sequence.memory is not None for entry in entries)
+        assert all(entry.sequence.memory is not None or entry.sequence.error is not None for entry in entries)
 
     def propose(self, wanted: Sequence[tuple[RequestSequence, int]]) -> None:
         for sequence, count in wanted:
