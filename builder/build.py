@@ -169,7 +169,7 @@ def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
     with staged_folder(options.output) as folder:
         _write_files(folder, program, compiled.onnx_model, engine, kernels)
         job.text_files.copy_to(folder)
-        manifest = _manifest(folder, job, compiled, profiles, calibration)
+        manifest = _manifest(folder, job, compiled, profiles, calibration, plan)
         manifest.save(folder)
     return BuildReport(manifest, program, plan, set_aside, onnx_errors)
 
@@ -233,7 +233,12 @@ def _write_files(
 
 
 def _manifest(
-    folder: Path, job: _Job, compiled: CompiledProgram, profiles: dict[str, Profile], calibration: Calibration | None
+    folder: Path,
+    job: _Job,
+    compiled: CompiledProgram,
+    profiles: dict[str, Profile],
+    calibration: Calibration | None,
+    plan: Plan,
 ) -> Manifest:
     options, source = job.options, job.source
     tools = {"python": platform.python_version()} | {name: version(name) for name in _TOOLS}
@@ -253,6 +258,7 @@ def _manifest(
         backend=options.backend if options.has_engine else None,
         kernel_targets=options.all_kernel_targets,
         limits=job.limits,
+        activation_bytes=plan.request.activations.num_bytes,
         vocab_size=job.config.vocab_size,
         stop_token_ids=job.text_files.stop_token_ids,
         checkpoint=None if source is None else CheckpointRef.of(source.checkpoint),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.runtime.host_memory import available_memory
 
 
 def check_memory(needed: int, what: str, advice: str) -> None:
@@ -15,9 +14,3 @@ def check_memory(needed: int, what: str, advice: str) -> None:
             f"{what} needs about {needed / 2**30:.0f} GiB of memory for this model, {available / 2**30:.0f} GiB are "
             f"available; {advice}"
         )
-
-
-def available_memory() -> int:
-    """Bytes, by /proc/meminfo."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

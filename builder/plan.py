@@ -10,11 +10,9 @@ from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.states import RINGS, resolve_kv_dtype, state_specs
 from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
-from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES
+from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES
+from qwen4exp_trt.runtime.memory_plan import GPU_OVERHEAD_BYTES
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES, PleResidency, StateKind, StateSpec
-
-RESERVE_BYTES = 2 * 2**30
-"""CUDA context, engine, inputs and outputs of a step, and what allocators lose."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +135,7 @@ class Plan:
         if request.ple_residency is not PleResidency.DISK:
             return 0
         token_bytes = request.config.ple_embed_dim * DTYPE_BYTES[request.activation_dtype]
-        kept_bytes = DEFAULT_CACHE_BYTES if request.device is None or request.device.is_unified else 0
+        kept_bytes = DEFAULT_ROW_CACHE_BYTES if request.device is None or request.device.is_unified else 0
         return len(request.config.ple_layers) * (request.limits.max_step_tokens * token_bytes + kept_bytes)
 
     @property
@@ -161,7 +159,7 @@ class Plan:
     @property
     def total_bytes(self) -> int:
         step_bytes = self.staged_bytes + self.logits_bytes + self.request.activations.num_bytes
-        return self.weight_bytes + self.state_bytes + step_bytes + RESERVE_BYTES
+        return self.weight_bytes + self.state_bytes + step_bytes + GPU_OVERHEAD_BYTES
 
     @property
     def token_bytes(self) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from qwen4exp_trt.builder.plan import RESERVE_BYTES, Plan
+from qwen4exp_trt.builder.plan import Plan
 from qwen4exp_trt.builder.plan_moves import fitting_moves
 from qwen4exp_trt.builder.weight_bytes import WeightGroup
+from qwen4exp_trt.runtime.memory_plan import GPU_OVERHEAD_BYTES
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
 _NAME_WIDTH = 22
@@ -83,7 +84,7 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     if activations.workspace_bytes:
         remark = "of the activations, at most: larger steps take turns in it"
         yield _line("    workspace", size(activations.workspace_bytes), "", remark)
-    yield _line("  reserve", size(RESERVE_BYTES), "", "CUDA context, engine, buffers of a step")
+    yield _line("  reserve", size(GPU_OVERHEAD_BYTES), "", "CUDA context, engine, buffers of a step")
     yield _line("  in all", size(plan.total_bytes), "", _verdict(plan))
 
 

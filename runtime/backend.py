@@ -14,17 +14,18 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.execute import use_cubins
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
-from qwen4exp_trt.runtime.cuda_device import check_total_memory, device_from_name, exact_matmuls
+from qwen4exp_trt.runtime.cuda_device import device_from_name, exact_matmuls, limit_allocations
 from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs, move_inputs
 from qwen4exp_trt.runtime.file_identity import identity_differences
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
-from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES, NgramRows
+from qwen4exp_trt.runtime.memory_plan import MemoryPlan, plan_memory
+from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import load_program
-from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampler import (
     SAMPLING_INPUTS,
     SampledToken,
@@ -35,7 +36,7 @@ from qwen4exp_trt.runtime.sampler import (
     sample,
     sampling_operands,
 )
-from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, NgramRowsSpec, extent_of
+from qwen4exp_trt.runtime.specs import NgramRowsSpec
 from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
@@ -67,7 +68,7 @@ class EagerBackend:
 
     On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op. ``states``
     and ``weights`` are those of the program by name, on ``device``; steps are within ``limits``. ``rows`` complete
-    their inputs, if the program takes rows of a table that is on disk.
+    their inputs, if the program takes rows of a table that is on disk. ``memory_plan``: what it was loaded by.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class EagerBackend:
         limits: EngineLimits,
         device: torch.device,
         rows: NgramRows | None = None,
+        memory_plan: MemoryPlan | None = None,
     ) -> None:
         self.program, self.weights, self.rows, self.device = program, weights, rows, device
-        self.limits, pool = limits, StatePool(program.states, states)
+        self.limits, self.memory_plan = limits, memory_plan
+        pool = StatePool(program.states, states)
         self.states = pool if rows is None else pool.joined(rows.states)
         self._graphs, self._program_for_few = None, program
         if device.type == "cuda":
@@ -154,39 +157,29 @@ class EagerBackend:
 def load_eager_backend(
     folder: Path,
     manifest: Manifest,
-    checkpoint: Path | None,
-    num_blocks: int,
+    options: LoadOptions,
     device: torch.device,
-    progress: Progress | None = None,
-    row_cache_bytes: int = DEFAULT_CACHE_BYTES,
+    runs_engine: bool = False,
 ) -> EagerBackend:
-    """The program of the bundle ``folder`` with its weights, and states of ``num_blocks`` pages.
+    """The program of the bundle ``folder`` with its weights, and states of as many pages as `plan_memory` allows.
 
-    ``row_cache_bytes``: see `NgramRows`.
+    ``runs_engine``: for an engine beside it, whose memory is planned as well.
     """
     program, limits = load_program(folder / PROGRAM_DIR), manifest.limits
-    files = open_weight_files(folder, manifest, checkpoint)
-    _check_memory(program, manifest.host_weights, num_blocks, limits.num_slots, device)
+    plan = plan_memory([program], manifest, options, device, runs_engine)
+    limit_allocations(plan, device)
+    files = open_weight_files(folder, manifest, options.checkpoint)
     # First, so that a lack of memory shows before weights are read for minutes.
-    states = allocate_states(program.states, num_blocks, limits.num_slots, device)
+    states = allocate_states(program.states, plan.num_blocks, limits.num_slots, device)
     logger.info("loading %d weights from %s", len(program.weights), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
-        weights = load_weights(program.weights, reader, device, progress, manifest.host_weights)
+        weights = load_weights(program.weights, reader, device, options.progress, manifest.host_weights)
     rows = None
     if any(isinstance(spec, NgramRowsSpec) for spec in program.inputs):
-        rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, row_cache_bytes)
+        rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, options.row_cache_bytes)
     if device.type == "cuda":
         use_cubins(folder / KERNELS_DIR)
-    return EagerBackend(program, states, weights, limits, device, rows)
-
-
-def _check_memory(
-    program: Program, host_weights: Sequence[str], num_blocks: int, num_slots: int, device: torch.device
-) -> None:
-    extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
-    states = sum(spec.row_bytes * extent_of(spec.shape[0], extents) for spec in program.states)
-    weights = sum(spec.tensor.num_bytes({}) for spec in program.weights if spec.name not in host_weights)
-    check_total_memory(device, states + weights, f"weights and {num_blocks} pages of states")
+    return EagerBackend(program, states, weights, limits, device, rows, plan)
 
 
 @contextmanager
@@ -202,31 +195,25 @@ def _steps_that_fit(device: torch.device) -> Iterator[None]:
 
 
 def make_backend(
-    name: str,
-    device: str | None,
-    folder: Path,
-    manifest: Manifest,
-    checkpoint: Path | None,
-    num_blocks: int,
-    progress: Progress | None = None,
-    row_cache_bytes: int = DEFAULT_CACHE_BYTES,
-) -> Backend:
+    name: str, device: str | None, folder: Path, manifest: Manifest, options: LoadOptions
+) -> EagerBackend | TensorRTBackend:
     """The backend called ``name``, loaded, on ``device`` (None: the CPU for ``eager``, else the GPU).
 
-    `BundleError` for one that there is not, an absent device, or an engine that does not fit.
+    `BundleError` for one that there is not, an absent device, an engine that does not fit, or too little memory.
     """
     if name not in BACKENDS:
         raise BundleError(f"there is no backend {name!r}; use one of {', '.join(BACKENDS)}")
     is_eager = name == "eager"
     chosen = device_from_name(device or ("cpu" if is_eager else "cuda"))
     if is_eager:
-        return load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
+        return load_eager_backend(folder, manifest, options, chosen)
     if chosen.type == "cpu":
         raise BundleError(f"the backend {name!r} executes on a GPU; use device 'cuda', or the backend 'eager'")
     trt = load_trt(name)
     check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
-    loaded = load_eager_backend(folder, manifest, checkpoint, num_blocks, chosen, progress, row_cache_bytes)
-    return TensorRTBackend(trt, folder, manifest, loaded.program, loaded.states, loaded.weights, chosen, loaded.rows)
+    loaded = load_eager_backend(folder, manifest, options, chosen, runs_engine=True)
+    parts = loaded.program, loaded.states, loaded.weights, chosen, loaded.rows, loaded.memory_plan
+    return TensorRTBackend(trt, folder, manifest, *parts)
 
 
 def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:

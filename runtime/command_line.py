@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -14,6 +15,18 @@ from qwen4exp_trt.errors import Q4eError
 USER_ERROR = 2
 INTERRUPTED = 130
 """Exit codes; the second is that of a process that SIGINT ended."""
+
+
+_BYTE_UNITS = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def byte_count(text: str) -> int:
+    """An argument such as ``4GiB``, ``1.5GiB`` or ``65536`` in bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]iB)?", text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or a number with KiB, MiB, GiB or TiB")
+    number, unit = match.groups(default="")
+    return int(float(number) * _BYTE_UNITS[unit])
 
 
 class OneLineParser(argparse.ArgumentParser):

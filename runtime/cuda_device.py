@@ -10,6 +10,7 @@ import torch
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.compile import architecture
 from qwen4exp_trt.plugins.execute import num_multiprocessors
+from qwen4exp_trt.runtime.memory_plan import MemoryPlan
 
 
 def device_from_name(name: str) -> torch.device:
@@ -36,14 +37,17 @@ def device_from_name(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def check_total_memory(device: torch.device, num_bytes: int, what: str) -> None:
-    """`BundleError` if ``device`` could not hold ``num_bytes`` for ``what`` even if all of its memory were free."""
-    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else num_bytes
-    if num_bytes > total:
-        raise BundleError(
-            f"{what} take {num_bytes / 2**30:,.1f} GiB, but {device} has {total / 2**30:,.1f} GiB; load the bundle "
-            "with a smaller num_blocks, or build it with --precision nvfp4 --ple nvfp4"
-        )
+def limit_allocations(plan: MemoryPlan, device: torch.device) -> None:
+    """Let torch take no more of memory that a GPU shares with the host than was found usable for ``plan``.
+
+    What exceeds it then fails alone (`torch.OutOfMemoryError`, behind which torch gives back what it only caches).
+    """
+    if device.type != "cuda" or not plan.is_unified:
+        return
+    on_host = sum(use.num_bytes for use in plan.uses if use.is_on_host)
+    total = torch.cuda.get_device_properties(device).total_memory
+    allowed = torch.cuda.memory_reserved(device) + plan.device.usable - on_host
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
 
 
 def is_lost(device: torch.device) -> bool:

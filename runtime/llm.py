@@ -16,8 +16,8 @@ from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import make_drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
+from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES, LoadOptions
 from qwen4exp_trt.runtime.manifest import Manifest
-from qwen4exp_trt.runtime.ngram_rows import DEFAULT_CACHE_BYTES
 from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
@@ -40,13 +40,14 @@ class LLM:
     ``bundle``: a folder that ``qwen4exp-build`` made. ``backend``: ``eager`` runs the bundle's program in torch, on the
     ``device`` ``cpu`` (the default), ``cuda`` or ``cuda:N``; ``tensorrt-rtx`` and ``tensorrt`` run its engine on a GPU.
     ``checkpoint``: where the checkpoint is now, if it moved since the build. ``num_blocks``: pages of the KV cache,
-    all allocated at once; by default enough for a full batch of the longest sequences, so give fewer where memory is
-    short. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. ``row_cache_bytes``:
-    memory for rows of an n-gram table that was built to stay on disk. ``max_num_seqs``: how many sequences run at a
-    time, at most (and by default) as many as the bundle is built for; the others wait. ``speculate``: drafts for every
-    request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default. Raises `BundleError`
-    for a bundle that is damaged, of another version, without weights or too large for the memory, `CheckpointError`
-    for a checkpoint that is not the one it was built from.
+    all allocated at once; by default enough for a full batch of the longest sequences, or as many as there is memory
+    for. ``progress`` is called with the bytes of weights that are loaded and the bytes of all. ``row_cache_bytes``:
+    memory for rows of an n-gram table that was built to stay on disk. ``memory_reserve_bytes``: of the host's memory,
+    what is left to the rest of the system; by default 4 GiB, or a sixteenth of a smaller machine. ``max_num_seqs``:
+    how many sequences run at a time, at most (and by default) as many as the bundle is built for; the others wait.
+    ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
+    Raises `BundleError` for a bundle that is damaged, of another version, without weights or too large for the memory
+    (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was built from.
 
     Threads may share it: their requests run in the same steps.
     """
@@ -59,17 +60,22 @@ class LLM:
         checkpoint: str | Path | None = None,
         num_blocks: int | None = None,
         progress: Progress | None = None,
-        row_cache_bytes: int = DEFAULT_CACHE_BYTES,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        memory_reserve_bytes: int | None = None,
         max_num_seqs: int | None = None,
         speculate: SpeculativeConfig | str | None = None,
     ) -> None:
+        options = LoadOptions(
+            checkpoint=None if checkpoint is None else _checked_path("checkpoint", checkpoint),
+            num_blocks=num_blocks,
+            row_cache_bytes=row_cache_bytes,
+            memory_reserve_bytes=memory_reserve_bytes,
+            progress=progress,
+        )
         folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)
         self.manifest.check_files(folder)
         limits = self.manifest.limits
-        blocks = limits.max_num_blocks if num_blocks is None else num_blocks
-        if not isinstance(blocks, int) or blocks < 1:
-            raise BundleError(f"num_blocks is {blocks!r}; the KV cache needs at least one page")
         self.max_num_seqs = limits.max_batch_size if max_num_seqs is None else max_num_seqs
         if not isinstance(self.max_num_seqs, int) or not 1 <= self.max_num_seqs <= limits.max_batch_size:
             raise BundleError(
@@ -80,11 +86,13 @@ class LLM:
         self.tokenizer = Tokenizer.from_dir(folder)
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
-        moved_to = None if checkpoint is None else _checked_path("checkpoint", checkpoint)
+        loaded = make_backend(backend, device, folder, self.manifest, options)
+        assert loaded.memory_plan is not None
+        self.memory_plan = loaded.memory_plan
         self.core = EngineCore(
-            make_backend(backend, device, folder, self.manifest, moved_to, blocks, progress, row_cache_bytes),
-            limits,
-            blocks,
+            loaded,
+            self.manifest.limits,
+            self.memory_plan.num_blocks,
             self.manifest.vocab_size,
             self.manifest.stop_token_ids,
             self.tokenizer,

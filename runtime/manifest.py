@@ -91,6 +91,8 @@ class Manifest:
     kernel_targets: list[str]
     """The GPU architectures that it has compiled CUDA kernels for."""
     limits: EngineLimits
+    activation_bytes: int
+    """Of the intermediate results of the largest step: what the build of the engine told, or an estimate."""
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     checkpoint: CheckpointRef | None

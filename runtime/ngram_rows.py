@@ -12,6 +12,7 @@ from torch import Tensor
 from qwen4exp_trt.plugins.number_formats import scales_of_rows
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
+from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES
 from qwen4exp_trt.runtime.materialize import materialize
 from qwen4exp_trt.runtime.row_table import RowTable
 from qwen4exp_trt.runtime.specs import NUM_SLOTS, NgramRowsSpec, StateKind, StateSpec, TensorSpec
@@ -19,8 +20,6 @@ from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.tensor_source import TensorSource
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
-DEFAULT_CACHE_BYTES = 64 * 2**20
-"""Of rows that are kept, for each table: 200,000 of the released model's."""
 _BATCH = ("query_start_loc", "seq_lens", "slot_ids", "num_seqs")
 
 
@@ -39,7 +38,7 @@ class NgramRows:
         specs: Sequence[TensorSpec],
         source: TensorSource,
         num_slots: int,
-        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
     ) -> None:
         tables = [spec for spec in specs if isinstance(spec, NgramRowsSpec)]
         rings = {spec.name: ngram_ring(spec) for spec in tables}

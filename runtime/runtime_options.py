@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen4exp_trt.runtime.backend import BACKENDS
+from qwen4exp_trt.runtime.command_line import byte_count
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,13 @@ RUNTIME_OPTIONS = (
     ),
     RuntimeOption("speculate", "drafts: mtp:K or ngram:K, with K from 1 to 7", "none", more={"metavar": "DRAFTS"}),
     RuntimeOption("row_cache_bytes", "memory for rows of an n-gram table on disk", "64 MiB", int, {"metavar": "BYTES"}),
+    RuntimeOption(
+        "memory_reserve_bytes",
+        "of the host's memory, what is left to other processes: a bundle that needs more is refused",
+        "4GiB, or a sixteenth of a smaller machine",
+        byte_count,
+        {"metavar": "SIZE"},
+    ),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -107,6 +107,12 @@ def _check_index(tensors: Mapping[str, Tensor], index: int) -> None:
             raise IndexError(f"row {index} of {name}, which has {len(tensor)}")
 
 
+def state_bytes(states: Sequence[StateSpec], num_blocks: int, num_slots: int) -> int:
+    """Of all of ``states``."""
+    extents = {NUM_BLOCKS: num_blocks, NUM_SLOTS: num_slots}
+    return sum(state.row_bytes * extent_of(state.shape[0], extents) for state in states)
+
+
 def allocate_states(
     specs: tuple[StateSpec, ...], num_blocks: int, num_slots: int, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
@@ -119,7 +125,7 @@ def allocate_states(
             for spec, shape in zip(specs, shapes, strict=True)
         }
     except RuntimeError as error:
-        needed = sum(spec.row_bytes * shape[0] for spec, shape in zip(specs, shapes, strict=True))
+        needed = state_bytes(specs, num_blocks, num_slots)
         raise BundleError(
             f"cannot allocate {needed / 2**30:,.1f} GiB on {device} for the states of {num_slots} sequences and "
             f"{num_blocks} pages; load the bundle with a smaller num_blocks: {error}"

@@ -16,6 +16,7 @@ from qwen4exp_trt.plugins.spec import element_shape
 from qwen4exp_trt.plugins.tensorrt import register_creators
 from qwen4exp_trt.runtime.engine_tensors import check_io_tensors
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.memory_plan import MemoryPlan
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.state_pool import StatePool
@@ -43,11 +44,13 @@ class TensorRTBackend:
         weights: Mapping[str, Tensor],
         device: torch.device,
         rows: NgramRows | None = None,
+        memory_plan: MemoryPlan | None = None,
     ) -> None:
         check_engine_fits(trt, folder, manifest, device)
         self.trt, self.program, self.weights, self.rows = trt, program, weights, rows
         pool = StatePool(program.states, states)
         self.states = pool if rows is None else pool.joined(rows.states)
+        self.memory_plan = memory_plan
         self.device, self.stream = device, None if device.type == "cpu" else torch.cuda.Stream(device)
         self.log = make_log(trt)
         self.engine = self._deserialize(folder / ENGINE_FILE)

@@ -12,10 +12,12 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.backend import load_eager_backend
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.cuda_device import device_from_name
-from qwen4exp_trt.runtime.manifest import Manifest
+from qwen4exp_trt.runtime.load_options import LoadOptions
+from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, Manifest
+from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.progress_line import loading_line
 from qwen4exp_trt.runtime.side_by_side import check_difference, compare, make_steps
-from qwen4exp_trt.runtime.state_pool import allocate_states
+from qwen4exp_trt.runtime.state_pool import allocate_states, state_bytes
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import load_trt
 
@@ -53,8 +55,15 @@ def verify(args: argparse.Namespace, trt: ModuleType | None = None) -> None:
     longest = max(rows.context_len + len(rows.token_ids) for step in steps for rows in step.rows)
     blocks = -(-longest // limits.block_size)
     num_blocks = blocks * min(2, limits.max_batch_size)
-    program = load_eager_backend(args.bundle, manifest, args.checkpoint, num_blocks, device, loading_line().show)
-    states = allocate_states(program.program.states, num_blocks, limits.num_slots, device)
+    program_states = load_program(args.bundle / PROGRAM_DIR).states
+    options = LoadOptions(
+        checkpoint=args.checkpoint,
+        num_blocks=num_blocks,
+        other_uses={"states of the engine": state_bytes(program_states, num_blocks, limits.num_slots)},
+        progress=loading_line().show,
+    )
+    program = load_eager_backend(args.bundle, manifest, options, device, runs_engine=True)
+    states = allocate_states(program_states, num_blocks, limits.num_slots, device)
     engine = TensorRTBackend(trt, args.bundle, manifest, program.program, states, program.weights, device)
     ours, theirs = (program.run, program.states), (engine.run, engine.states)
     results = compare(steps, blocks, program.program.states, ours, theirs, program.rows)

@@ -25,12 +25,13 @@ from released_model import (
 
 from qwen4exp_trt.builder import plan as plan_module
 from qwen4exp_trt.builder.compile import CompiledProgram
-from qwen4exp_trt.builder.plan import DEVICES, RESERVE_BYTES, PleResidency, make_plan
+from qwen4exp_trt.builder.plan import DEVICES, PleResidency, make_plan
 from qwen4exp_trt.builder.weight_bytes import Component, weight_groups
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
+from qwen4exp_trt.runtime.memory_plan import GPU_OVERHEAD_BYTES
 from qwen4exp_trt.runtime.specs import StateKind
 from qwen4exp_trt.runtime.weight_formats import WeightFormat as F
 
@@ -219,7 +220,7 @@ def test_table_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_total_is_the_sum_of_its_parts() -> None:
     plan = released_plan({}, batch=3).with_activations(5 * 2**20)
     logits = 3 * DRAFT_ROWS * 248_320 * 2
-    assert plan.total_bytes == plan.weight_bytes + 3 * plan.sequence_bytes + logits + RESERVE_BYTES + 5 * 2**20
+    assert plan.total_bytes == plan.weight_bytes + 3 * plan.sequence_bytes + logits + GPU_OVERHEAD_BYTES + 5 * 2**20
     assert plan.with_activations(None) == plan
 
 

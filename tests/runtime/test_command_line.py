@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import argparse
 import io
 
 import pytest
 
 from qwen4exp_trt.errors import BuildError
-from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
+from qwen4exp_trt.runtime.command_line import OneLineParser, byte_count, run_command
 
 Capture = pytest.CaptureFixture[str]
 
@@ -46,3 +47,16 @@ def test_bad_arguments_are_one_line(capsys: Capture) -> None:
         OneLineParser(prog="prog").parse_args(["extra"])
     assert caught.value.code == 2
     assert capsys.readouterr() == ("", "prog: error: unrecognized arguments: extra; see prog --help\n")
+
+
+def test_sizes() -> None:
+    assert [byte_count(text) for text in ("65536", "1.5KiB", " 2 MiB", "4GiB", "1TiB")] == [
+        65536,
+        1536,
+        2 * 2**20,
+        4 * 2**30,
+        2**40,
+    ]
+    for text in ("", "GiB", "-1", "4GB", "4 gib", "1e3", "0x10"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no size; write bytes, or a number with KiB"):
+            byte_count(text)

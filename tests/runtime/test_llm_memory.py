@@ -69,13 +69,6 @@ def test_weights_are_no_pages_of_mapped_files(tiny_bundle: Path) -> None:
         assert not any(begin <= weight.data_ptr() < end for begin, end in ranges), name
 
 
-def test_states_are_allocated_before_weights_are_read(tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lack of memory for them must not show after minutes of reading."""
-    monkeypatch.setattr("qwen4exp_trt.runtime.backend.load_weights", None)
-    with pytest.raises(BundleError, match=r"GiB on cpu for the states of .* load the bundle with a smaller num_blocks"):
-        LLM(tiny_bundle, num_blocks=2**50)
-
-
 @pytest.mark.parametrize("name", ["bundle", "checkpoint"])
 @pytest.mark.parametrize("value", [5, b"bundle", ["bundle"]])
 def test_a_path_that_is_none(tiny_bundle: Path, name: str, value: Any) -> None:

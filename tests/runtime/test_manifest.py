@@ -39,6 +39,7 @@ def make_manifest(folder: Path) -> Manifest:
         backend="tensorrt-rtx",
         kernel_targets=["sm121", "sm90"],
         limits=EngineLimits(2, 64, 32, 16),
+        activation_bytes=2**20,
         vocab_size=96,
         stop_token_ids=(3, 5),
         checkpoint=CheckpointRef("/somewhere", {"model.safetensors": FileIdentity(1234, "0" * 64)}),

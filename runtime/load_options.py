@@ -1,0 +1,39 @@
+"""How a bundle is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime.progress_line import Progress
+
+DEFAULT_ROW_CACHE_BYTES = 64 * 2**20
+"""Of rows of an n-gram table on disk that are kept, for each table: 200,000 of the released model's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """What a bundle's user decides about its memory and its files."""
+
+    checkpoint: Path | None = None
+    """Where the checkpoint is now; None for where it was at the build."""
+    num_blocks: int | None = None
+    """Pages of the KV cache; None for a full batch of the longest sequences, or as many as there is memory for."""
+    row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES
+    """Memory for rows of an n-gram table that stays on disk."""
+    memory_reserve_bytes: int | None = None
+    """Of the host's memory, what is left to the rest of the system; None for `default_reserve`."""
+    other_uses: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the caller takes beside the backend, by what for."""
+    progress: Progress | None = None
+    """Is called with the bytes of weights that are loaded, and the bytes of all."""
+
+    def __post_init__(self) -> None:
+        if self.num_blocks is not None and (not isinstance(self.num_blocks, int) or self.num_blocks < 1):
+            raise BundleError(f"num_blocks is {self.num_blocks!r}; the KV cache needs at least one page")
+        for name in ("row_cache_bytes", "memory_reserve_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise BundleError(f"{name} is {value!r}; it must be a number of bytes, 0 or more")
