@@ -21,6 +21,8 @@ class LoadOptions:
     """Where the checkpoint is now; None for where it was at the build."""
     num_blocks: int | None = None
     """Pages of the KV cache; None for a full batch of the longest sequences, or as many as there is memory for."""
+    with_draft_head: bool = False
+    """Whether the bundle's draft head is loaded; it must have one."""
     row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES
     """Memory for rows of an n-gram table that stays on disk."""
     memory_reserve_bytes: int | None = None

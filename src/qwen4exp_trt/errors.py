@@ -45,3 +45,7 @@ class DroppedError(RequestError):
 
 class EngineError(Q4eError):
     """An engine that has stopped, with every request that it had, and takes no more."""
+
+
+class ServerError(Q4eError):
+    """A server that cannot be set up as asked."""
