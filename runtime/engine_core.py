@@ -164,7 +164,8 @@ class EngineCore:
     def _run(self, scheduled: list[ScheduledSequence]) -> None:
         start = self.metrics.clock()
         for entry in scheduled:
-            self.metrics.scheduled(entry.sequence.metrics)
+            if entry.sequence.metrics.first_scheduled_time is None:
+                self.metrics.scheduled(entry.sequence.metrics)
         inputs, sampled = build_step_inputs(scheduled)
         entries = [scheduled[index] for index in sampled]
         rows, stack = self._sample(inputs, entries)
@@ -186,7 +187,7 @@ class EngineCore:
     def _take(self, entry: ScheduledSequence, row_tokens: list[SampledToken | None], now: float) -> None:
         """Add the tokens of a step to a sequence; drop it if it comes to a row that none could be sampled from."""
         sequence, drafts = entry.sequence, entry.sequence.draft_token_ids[: entry.num_drafts]
-        taken = verified(drafts, row_tokens) if row_tokens else []
+        taken = verified(drafts, row_tokens) if drafts else row_tokens
         num_before = sequence.num_output_tokens
         for token in taken:
             if token is None:

@@ -21,7 +21,7 @@ AGING_STEPS = 1000
 _PLACE = attrgetter("place_in_line")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: there is one a sequence and step
 class ScheduledSequence:
     """A sequence and how many of its tokens the step runs: some that it has, and behind its last one some drafts."""
 
@@ -31,14 +31,12 @@ class ScheduledSequence:
     """Of the tokens."""
     start: int = field(init=False)
     """The position of the first."""
+    samples: bool = field(init=False)
+    """True when the step runs the sequence's last token, so that the next one can be sampled."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", self.sequence.num_computed)
-
-    @property
-    def samples(self) -> bool:
-        """True when the step runs the sequence's last token, so that the next one can be sampled."""
-        return self.start + self.num_tokens - self.num_drafts == len(self.sequence.token_ids)
+        self.start = self.sequence.num_computed
+        self.samples = self.start + self.num_tokens - self.num_drafts == len(self.sequence.token_ids)
 
     @property
     def num_logits_rows(self) -> int:
@@ -49,7 +47,7 @@ class ScheduledSequence:
     def num_prompt_tokens(self) -> int:
         """How many of the tokens are the prompt's."""
         left = len(self.sequence.prompt_token_ids) - self.start
-        return max(min(left, self.num_tokens), 0)
+        return 0 if left <= 0 else min(left, self.num_tokens)
 
 
 class Scheduler:
