@@ -35,6 +35,10 @@ class RequestError(Q4eError):
     """A generation request that cannot be served as asked."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt that leaves no room for a token in the longest sequence of the bundle or of its KV cache."""
+
+
 class QueueFullError(RequestError):
     """A generation request that found as many open ones as are allowed; it may be sent again later."""
 

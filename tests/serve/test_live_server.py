@@ -329,6 +329,12 @@ def test_fields_without_effect_are_taken(server: LiveServer) -> None:
     assert response.json()["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_prompt_that_is_too_long_has_openai_s_code(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="takes at most 767") as caught:
+        client.completions.create(model=MODEL, prompt=[5] * 768)
+    assert caught.value.code == "context_length_exceeded"
+
+
 def test_a_request_of_more_prompts_than_there_is_room_for_is_wrong(server: LiveServer) -> None:
     response = server.post("/v1/completions", {"prompt": ["x"] * 65})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
