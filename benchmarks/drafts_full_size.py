@@ -107,7 +107,7 @@ class Model(FullSizeModel):
     def __init__(self, config: ModelConfig, precision: str, folder: Path, head_folder: Path) -> None:
         super().__init__(config, precision, folder, LIMITS, NUM_BLOCKS)
         program, device = load_program(head_folder), self.backend.device
-        weights = random_weights(program, device) | self.backend.weights
+        weights = {**random_weights(program, device), **self.backend.weights}
         own = {spec.name: weights[spec.name] for spec in program.weights}
         states = allocate_states(program.states, NUM_BLOCKS, LIMITS.num_slots, device)
         self.head = EagerBackend(program, states, own, LIMITS, device)
@@ -192,17 +192,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Steps with drafts of the full-size model, with random weights.")
     parser.add_argument("config", type=Path)
     parser.add_argument("--precision", choices=PRECISIONS, default="nvfp4")
+    parser.add_argument("--programs", type=Path, help="folder to make the programs in, or to find them in")
+    parser.add_argument("--only-programs", action="store_true", help="make them and stop")
     args = parser.parse_args()
-    config, bandwidth = ModelConfig.from_file(args.config), measure_bandwidth()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = args.programs or Path(temporary)
+        if not (root / args.precision).exists():
+            root.mkdir(exist_ok=True)
+            make_programs(args.config, [args.precision], LIMITS, root)
+        if not args.only_programs:
+            measure_all(ModelConfig.from_file(args.config), args.precision, root / args.precision)
+
+
+def measure_all(config: ModelConfig, precision: str, folder: Path) -> None:
+    """Measure the scenarios with the programs in ``folder``."""
+    bandwidth = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: {bandwidth}", flush=True)
-    with tempfile.TemporaryDirectory() as root:
-        folder = make_programs(args.config, [args.precision], LIMITS, Path(root))[args.precision]
-        model = Model(config, args.precision, folder, folder / "draft_head")
-        for batch, context in SCENARIOS:
-            for kind in ("plain", "verify", "mtp"):
-                measured = model.measure(kind, batch, context, bandwidth)
-                print(measured, flush=True)
-                append_result("drafts_full_size", {**asdict(measured), **asdict(bandwidth)})
+    model = Model(config, precision, folder, folder / "draft_head")
+    for batch, context in SCENARIOS:
+        for kind in ("plain", "verify", "mtp"):
+            measured = model.measure(kind, batch, context, bandwidth)
+            print(measured, flush=True)
+            append_result("drafts_full_size", {**asdict(measured), **asdict(bandwidth)})
     print(f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of the GPU were in use")
 
 
