@@ -329,6 +329,18 @@ def test_fields_without_effect_are_taken(server: LiveServer) -> None:
     assert response.json()["choices"][0]["finish_reason"] == "length"
 
 
+def test_usage_tells_what_the_prefix_cache_had(client: openai.OpenAI, llm: LLM) -> None:
+    prompt = "It was a long way, and the king said to his servants that they should go before him."
+    arguments: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 3, "temperature": 0}
+    first, second = client.completions.create(**arguments), client.completions.create(**arguments)
+    assert first.choices[0].text == second.choices[0].text == greedy(llm, prompt, max_tokens=3).outputs[0].text
+    usages = [first.usage, second.usage]
+    details = [usage.prompt_tokens_details for usage in usages if usage is not None]
+    cached = [detail.cached_tokens for detail in details if detail is not None]
+    assert cached == [0, 16]
+    assert second.usage is not None and second.usage.prompt_tokens > 16
+
+
 def test_a_prompt_that_is_too_long_has_openai_s_code(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="takes at most 767") as caught:
         client.completions.create(model=MODEL, prompt=[5] * 768)
