@@ -61,11 +61,11 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 @pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> Callable[[str], None]:
-    """Puts a text in the place of what the model would say; it ends its turn then."""
+def says(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> Callable[..., None]:
+    """Puts a text in the place of what the model would say, token by token or at once; it ends its turn then."""
     llm, aborted = server.llm, set[str]()
 
-    def say(text: str) -> None:
+    def say(text: str, at_once: bool = False) -> None:
         assert llm.tokenizer is not None
         script = [*llm.tokenizer.encode(text), llm.manifest.stop_token_ids[0]]
 
@@ -73,7 +73,8 @@ def says(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> Callable[[str],
             prompt: Any, params: Any, request_id: str, priority: int
         ) -> AsyncGenerator[StreamChunk, None]:
             sequence = llm._llm.make_sequence(prompt, params, request_id, priority)
-            for num_sent, token_id in enumerate(script):
+            num_sent = 0
+            for token_id in script:
                 await asyncio.sleep(0)
                 if request_id in aborted:
                     yield sequence.aborted_chunk(num_sent)
@@ -81,7 +82,9 @@ def says(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> Callable[[str],
                 sequence.append(
                     SampledToken(token_id, -0.5, 1, None if params.logprobs is None else {token_id: -0.5, 7: -2})
                 )
-                yield sequence.chunk_since(num_sent)
+                if not at_once or sequence.finish_reason is not None:
+                    yield sequence.chunk_since(num_sent)
+                    num_sent = sequence.num_output_tokens
                 if sequence.finish_reason is not None:
                     return
 
@@ -229,7 +232,7 @@ def streamed_message(chunks: Any) -> dict[str, Any]:
     return message
 
 
-def test_reasoning_and_tool_calls(client: openai.OpenAI, says: Callable[[str], None], llm: LLM) -> None:
+def test_reasoning_and_tool_calls(client: openai.OpenAI, says: Callable[..., None], llm: LLM) -> None:
     says(f"\nI need the weather.\n</think>\n\nOne moment.\n\n{CALL}\n{CALL.replace('Oslo', 'Rome')}")
     arguments: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [WEATHER], "temperature": 0}
     result = client.chat.completions.create(**arguments)
@@ -258,13 +261,21 @@ def test_reasoning_and_tool_calls(client: openai.OpenAI, says: Callable[[str], N
     assert one.usage is not None and one.usage.completion_tokens < result.usage.completion_tokens
     assert one.usage.prompt_tokens == result.usage.prompt_tokens
 
+    # All of it may come in one chunk, if the client or the event loop was slow.
+    says(f"I look.\n</think>\n\n{CALL}\n{CALL}", at_once=True)
+    for choice, count in ((False, 1), (True, 2)):
+        chunks = client.chat.completions.create(**arguments, parallel_tool_calls=choice, stream=True)
+        streamed = streamed_message(chunks)
+        assert [call.index for call in streamed["tool_calls"]] == list(range(count))
+        assert (streamed["reasoning_content"], streamed["finish_reason"]) == ("I look.", "tool_calls")
+
     # The next turn: what the client sends back is a chat that the template takes.
     answered = [*USER, message.model_dump(exclude_none=True)]
     answered += [{"role": "tool", "tool_call_id": call.id, "content": "Rain."} for call in message.tool_calls]
     client.chat.completions.create(**{**arguments, "messages": answered})
 
 
-def test_without_tools_a_call_is_text(client: openai.OpenAI, says: Callable[[str], None]) -> None:
+def test_without_tools_a_call_is_text(client: openai.OpenAI, says: Callable[..., None]) -> None:
     says(CALL)
     for kwargs in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         result = client.chat.completions.create(model=MODEL, messages=USER, **kwargs, **NO_THINKING)
@@ -272,7 +283,7 @@ def test_without_tools_a_call_is_text(client: openai.OpenAI, says: Callable[[str
         assert result.choices[0].message.tool_calls is None
 
 
-def test_chat_logprobs(client: openai.OpenAI, says: Callable[[str], None]) -> None:
+def test_chat_logprobs(client: openai.OpenAI, says: Callable[..., None]) -> None:
     says("</think>\n\nYés.")
     arguments: dict[str, Any] = {"model": MODEL, "messages": USER, "logprobs": True, "top_logprobs": 2}
     found = client.chat.completions.create(**arguments).choices[0].logprobs
