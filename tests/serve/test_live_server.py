@@ -435,7 +435,11 @@ def test_metrics_count_what_was_served(server: LiveServer, client: openai.OpenAI
     server.get("/nowhere/1")
     server.get("/nowhere/2")
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [3, 2, 1, 1, 2]
-    assert server.get("/metrics").headers["content-type"].startswith("text/plain")
+    response = server.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    docs = set(re.findall(r"`(\w+)", (ROOT / "docs" / "serving.md").read_text()))
+    served = {name.removeprefix("qwen4exp_") for name in re.findall(r"^# HELP (\w+) ", response.text, re.MULTILINE)}
+    assert served - docs == set()
 
 
 def test_a_request_that_the_engine_drops_is_the_servers_fault(
