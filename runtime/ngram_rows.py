@@ -216,7 +216,7 @@ class _Table:
                 raise FailedRowsError(
                     {int(at): why for at, why in zip(missing, failures, strict=True) if why is not None}
                 ) from error
-            out[torch.from_numpy(missing)] = values[torch.from_numpy(places)]
+            out.index_copy_(0, torch.from_numpy(missing), values.index_select(0, torch.from_numpy(places)))
             self._cache.put(unique, values)
         return out.view(len(rows), -1)
 
