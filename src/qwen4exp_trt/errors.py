@@ -58,5 +58,9 @@ class EngineError(Q4eError):
     """An engine that has stopped, with every request that it had, and takes no more."""
 
 
+class CacheError(Q4eError):
+    """A prefix cache that cannot be kept as asked."""
+
+
 class ServerError(Q4eError):
     """A server that cannot be set up as asked."""
