@@ -62,6 +62,12 @@ def build(checkpoint: Path, output: Path, **options: Any) -> Path:
     return output
 
 
+@cache
+def disk_bundle(folder: Path) -> Path:
+    """A float32 bundle of `tiny_checkpoint` whose n-gram table stays on disk; one a session and ``folder``."""
+    return build(tiny_checkpoint(folder / "tiny-checkpoint"), folder / "tiny-disk", ple_residency="disk")
+
+
 def build_for_gpu(output: Path, activation_dtype: str, **more: Any) -> Path:
     """The demo with kernels for the GPU at hand. Its engine, which needs TensorRT and is not run, is a stand-in."""
     own = "sm{}{}".format(*torch.cuda.get_device_capability())
