@@ -35,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A GPU that says that it is integrated, in a machine with as much memory as a test says."""
     real = torch.cuda.get_device_properties(0)
-    found = SimpleNamespace(is_integrated=True, total_memory=real.total_memory, available=64 * 2**30)
+    properties = {name: getattr(real, name) for name in dir(real) if not name.startswith("_")}
+    found = SimpleNamespace(**properties | {"is_integrated": True, "available": 64 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: found)
     monkeypatch.setattr(memory_plan_module, "available_memory", lambda: found.available)
     yield found
