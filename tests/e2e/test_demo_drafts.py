@@ -12,7 +12,7 @@ from qwen4exp_trt.runtime import LLM, SamplingParams
 
 pytestmark = pytest.mark.slow
 
-GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def prompts(plain: LLM) -> list[list[int]]:
     assert plain.tokenizer is not None
     text = bundles.HELDOUT_TEXT.read_text(encoding="utf-8")
     tokens = plain.tokenizer.encode(text, add_special_tokens=False)
-    return [tokens[:5], tokens[40:160], [*tokens[40:105], *tokens[500:510]], tokens[300:316] * 4, tokens[40:120]]
+    return [tokens[:5], tokens[40:160], [*tokens[40:105], *tokens[500:510]], tokens[300:316] * 4]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,15 @@ def expected(plain: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [generated(output) for output in plain.generate([ids(prompt) for prompt in prompts], GREEDY)]
 
 
-@pytest.mark.parametrize("speculate", ["ngram:4", "mtp:1", "mtp:3", "mtp:7"])
+@pytest.mark.parametrize("speculate", ["ngram:4", "mtp:3"])
 def test_greedy_text_is_the_undrafted_one(
     bundle: Path, prompts: list[list[int]], expected: list[list[int]], speculate: str
 ) -> None:
-    """More prompts than run at a time; the second round finds their prefixes in the cache."""
+    """More prompts than run at a time; later some find their prefixes in the cache."""
     llm = LLM(bundle, speculate=speculate)
-    for _ in range(2):
-        outputs = llm.generate([ids(prompt) for prompt in prompts], GREEDY)
-        assert [generated(output) for output in outputs] == expected
-    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 20
+    for chosen in (range(4), (1, 2)):
+        outputs = llm.generate([ids(prompts[index]) for index in chosen], GREEDY)
+        assert [generated(output) for output in outputs] == [expected[index] for index in chosen]
+        assert sum(output.metrics.num_accepted_tokens for output in outputs) > 10
     assert sum(output.metrics.num_cached_tokens for output in outputs) > 100
     assert_idle(llm)
