@@ -13,7 +13,7 @@ import resource
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from qwen4exp_trt.builder.reporter import Reporter
 from qwen4exp_trt.builder.weight_plan import plan_weights
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.passes.pipeline import Quantization
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, ONNX_FILE
+from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, LAYERS_FILE, ONNX_FILE
 from qwen4exp_trt.runtime.trt_module import load_trt
 
 BARS = {"total_s": 90.0, "peak_rss_mib": 3 * 1024.0, "engine_mib": 128.0}
@@ -56,24 +56,38 @@ class StageTimes(Reporter):
 
 
 def measure(config: Path, target: str, precision: str) -> dict[str, float]:
-    """Build with default limits; times in seconds, sizes in MiB. The peak counts the whole process."""
+    """Build with default limits; times in seconds, sizes in MiB. The peak counts the whole process.
+
+    The total has the draft head's engine in it.
+    """
     times = StageTimes()
     build = build_w4a4 if precision == W4A4 else build_from_config
-    engine_bytes, onnx_bytes, layers = build(config, target, precision, times)
+    built = build(config, target, precision, times)
     times.stage("")
+    layers, draft = built.layers, built.draft_layers
     return {
         **{f"{stage}_s": seconds for stage, seconds in times.seconds.items()},
         "total_s": sum(times.seconds.values()),
         "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "engine_mib": engine_bytes / 2**20,
-        "onnx_mib": onnx_bytes / 2**20,
+        "engine_mib": built.engine_bytes / 2**20,
+        "onnx_mib": built.onnx_bytes / 2**20,
         "layers": len(layers["layers"]),
         **{f"{name}_activation_mib": size / 2**20 for name, size in layers["activation_bytes"].items()},
+        "draft_engine_mib": built.draft_engine_bytes / 2**20,
+        "draft_layers": len(draft["layers"]),
+        **{f"draft_{name}_activation_mib": size / 2**20 for name, size in draft["activation_bytes"].items()},
     }
 
 
-Built = tuple[int, int, dict[str, Any]]
-"""Bytes of the engine and of the ONNX, and what layers.json has."""
+@dataclass(frozen=True)
+class Built:
+    """The sizes of files, and what layers.json has: of the model, and of its draft head."""
+
+    engine_bytes: int
+    onnx_bytes: int
+    layers: dict[str, Any]
+    draft_engine_bytes: int
+    draft_layers: dict[str, Any]
 
 
 def build_from_config(config: Path, target: str, precision: str, times: StageTimes) -> Built:
@@ -81,8 +95,11 @@ def build_from_config(config: Path, target: str, precision: str, times: StageTim
         output = Path(folder) / "bundle"
         options = BuildOptions(checkpoint=config, output=output, target=target, precision=precision, config_only=True)
         files = build_bundle(options, times).manifest.files
-        layers = json.loads((output / LAYERS_FILE).read_text(encoding="utf-8"))
-    return files[ENGINE_FILE].size, files[ONNX_FILE].size, layers
+        layers, draft_layers = (
+            json.loads((part / LAYERS_FILE).read_text(encoding="utf-8")) for part in (output, output / DRAFT_DIR)
+        )
+    sizes = files[ENGINE_FILE].size, files[ONNX_FILE].size
+    return Built(*sizes, layers, files[f"{DRAFT_DIR}/{ENGINE_FILE}"].size, draft_layers)
 
 
 def build_w4a4(config_file: Path, target: str, precision: str, times: StageTimes) -> Built:
@@ -94,11 +111,15 @@ def build_w4a4(config_file: Path, target: str, precision: str, times: StageTimes
     program, _ = transform_config(config, options.export, quantization)
     input_scales = dict.fromkeys(linears_of_layers(program), PLACEHOLDER_SCALE)
     compiled = compile_program(config, options.export, replace(quantization, input_scales=input_scales), times.stage)
-    times.stage("engine")
-    specs = (*compiled.program.inputs, *compiled.program.states)
-    profiles = optimization_profiles(options.limits_for(config), specs)
-    built = build_engine(load_trt(options.backend), compiled.onnx_model, profiles, target)
-    return len(built.engine), compiled.onnx_model.ByteSize(), built.layers
+    draft = compile_program(config, replace(options.export, is_draft=True), quantization, times.stage)
+    engines = []
+    for name, part in (("engine", compiled), ("draft head engine", draft)):
+        times.stage(name)
+        profiles = optimization_profiles(options.limits_for(config), (*part.program.inputs, *part.program.states))
+        engines.append(build_engine(load_trt(options.backend), part.onnx_model, profiles, target))
+    of_model, of_draft = engines
+    sizes = len(of_model.engine), compiled.onnx_model.ByteSize()
+    return Built(*sizes, of_model.layers, len(of_draft.engine), of_draft.layers)
 
 
 def main() -> int:

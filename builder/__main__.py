@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from qwen4exp_trt.builder.options import (
     DEFAULT_PREFILL_CHUNK,
     DEFAULT_TARGET,
     DEFAULT_WEIGHTS_DIR,
+    DRAFT_HEADS,
     KV_CACHE_DTYPES,
     PLE_RESIDENCIES,
     W4A4,
@@ -31,7 +32,7 @@ from qwen4exp_trt.builder.reporter import Reporter
 from qwen4exp_trt.builder.weight_table import WeightTableRow, format_weight_table, weight_table
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, KERNELS_DIR, Manifest
+from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, KERNELS_DIR, Manifest
 from qwen4exp_trt.runtime.progress_line import ProgressLine
 from qwen4exp_trt.runtime.specs import PleResidency
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND
@@ -62,6 +63,7 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
         help="compile the CUDA kernels for this GPU architecture too, such as sm90; may be repeated (default: no)",
     )
     _add_weight_options(add)
+    _add_draft_options(add)
     _add_limit_options(add)
     add("--verify", action="store_true", help="execute every pass and the ONNX on the CPU and compare (default: no)")
     add(
@@ -137,6 +139,27 @@ def _add_weight_options(add: Callable[..., Any]) -> None:
     )
 
 
+def _add_draft_options(add: Callable[..., Any]) -> None:
+    add(
+        "--draft-head",
+        choices=DRAFT_HEADS,
+        default="checkpoint",
+        help="whether the checkpoint's draft head (mtp.*) is built in, if it has one (default: %(default)s)",
+    )
+    add(
+        "--draft-vocab-size",
+        type=int,
+        metavar="N",
+        help="let the draft head propose N ids only, with a smaller lm_head of its own (default: all ids)",
+    )
+    add(
+        "--draft-vocab",
+        type=Path,
+        metavar="TEXT",
+        help="text file whose most frequent ids these are (default: those that the tokenizer learned first)",
+    )
+
+
 def _add_limit_options(add: Callable[..., Any]) -> None:
     add("--max-batch-size", type=int, default=8, metavar="N", help="sequences in one step (default: %(default)s)")
     add("--max-seq-len", type=int, metavar="N", help="tokens of one sequence (default: the model's limit)")
@@ -202,14 +225,18 @@ class _Printer(Reporter):
 def format_report(report: BuildReport, output: Path, seconds: float) -> str:
     """The table that ends a build."""
     manifest, program, limits = report.manifest, report.program, report.manifest.limits
-    per_seq = sum(spec.row_bytes * (limits.blocks_per_seq if spec.is_paged else 1) for spec in program.states)
-    weights = sum(spec.tensor.num_bytes({}) for spec in program.weights)
+    programs = [program] if report.draft is None else [program, report.draft.program]
+    states = [spec for each in programs for spec in each.states]
+    per_seq = sum(spec.row_bytes * (limits.blocks_per_seq if spec.is_paged else 1) for spec in states)
+    specs = {spec.name: spec for each in programs for spec in each.weights}
+    weights = sum(spec.tensor.num_bytes({}) for spec in specs.values())
     rows = {
         "bundle": str(output),
         "engine": _describe_engine(manifest),
+        "draft head": _describe_draft_head(report),
         "kernels": _describe_kernels(manifest),
         "precision": _describe_precision(manifest),
-        "weights": f"{weights / 2**20:,.1f} MiB in {len(program.weights)} tensors{_describe_source(report)}",
+        "weights": f"{weights / 2**20:,.1f} MiB in {len(specs)} tensors{_describe_source(report)}",
         "states": f"{per_seq / 2**20:,.1f} MiB for a sequence of {limits.max_seq_len} tokens",
         "memory": describe_total(report.plan),
         "step": f"at most {limits.max_batch_size} sequences, {limits.max_step_tokens} tokens",
@@ -217,8 +244,12 @@ def format_report(report: BuildReport, output: Path, seconds: float) -> str:
     }
     if report.onnx_errors:
         passes = max(result["max_error"] for result in manifest.passes)
-        onnx = ", ".join(f"{error:.1e} ({precision})" for precision, error in report.onnx_errors.items())
+        onnx = _describe_errors(report.onnx_errors)
         rows["verified"] = f"relative error of the passes {passes:.1e}, of the ONNX {onnx}"
+        if manifest.draft is not None and report.draft is not None:
+            passes = max(result["max_error"] for result in manifest.draft.passes)
+            onnx = _describe_errors(report.draft.onnx_errors)
+            rows["draft head"] += f"; verified: passes {passes:.1e}, ONNX {onnx}"
     rows["time"] = f"{seconds:.1f} s"
     return "\n".join(f"{name:<{_NAME_WIDTH}}  {value}" for name, value in rows.items())
 
@@ -228,6 +259,19 @@ def _describe_engine(manifest: Manifest) -> str:
     if engine is None:
         return "none, a float32 bundle is for the eager backend"
     return f"{engine.size / 2**20:.2f} MiB for {manifest.target}, by {manifest.backend}"
+
+
+def _describe_errors(errors: Mapping[str, float]) -> str:
+    return ", ".join(f"{error:.1e} ({precision})" for precision, error in errors.items())
+
+
+def _describe_draft_head(report: BuildReport) -> str:
+    manifest = report.manifest
+    if manifest.draft is None:
+        return f"none: {report.why_no_draft}"
+    ids = f"{manifest.draft.vocab_size:,} of {manifest.vocab_size:,} ids" if manifest.draft.has_token_ids else "all ids"
+    engine = manifest.files.get(f"{DRAFT_DIR}/{ENGINE_FILE}")
+    return f"proposes {ids}" + (f", engine of {engine.size / 2**20:.2f} MiB" if engine else "")
 
 
 def _describe_kernels(manifest: Manifest) -> str:
@@ -254,8 +298,9 @@ def _describe_source(report: BuildReport) -> str:
 def plan(options: PlanOptions) -> None:
     """Print the plan; `BuildError` if the target has too little memory for it."""
     options.check()
-    config = options.read_config()
-    weight_plan = weight_plan_for(options, config, read_stored_weights(options, config))
+    draft, stored = read_stored_weights(options, options.read_config())
+    config = draft.config
+    weight_plan = weight_plan_for(options, config, stored)
     made = plan_bundle(options, weight_plan)
     weights = weight_table(config, weight_plan.choices, options.activation_dtype)
     print(f"{format_plan(made)}\n\n{format_weight_table(weights)}")

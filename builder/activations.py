@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from qwen4exp_trt.builder.op_calls import distinct_calls
 from qwen4exp_trt.builder.profiles import profile_dims
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.export import export_program
+from qwen4exp_trt.frontend.export import export_draft_program, export_program
 from qwen4exp_trt.passes.base import PassManager
 from qwen4exp_trt.passes.patterns import mutates
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
@@ -30,17 +30,20 @@ def estimate_activations(config: ModelConfig, dtype: str, limits: EngineLimits) 
     """Bytes of the intermediate tensors of the largest step in either profile.
 
     The peak is within a layer, so that a model with one layer of each kind has the same. The workspace of the most
-    demanding kernels is in it.
+    demanding kernels is in it. A draft head uses the same memory, since the model does not run meanwhile.
     """
-    program = _small_program(one_layer_of_each_kind(config), dtype, limits.block_size)
-    return max(peak_bytes(program, dims) + workspace_bytes(program, dims) for dims in _largest_steps(limits))
+    return max(
+        peak_bytes(program, dims) + workspace_bytes(program, dims)
+        for program in _small_programs(config, dtype, limits.block_size)
+        for dims in _largest_steps(limits)
+    )
 
 
 @cache
 def estimate_workspace(config: ModelConfig, dtype: str, limits: EngineLimits) -> int:
     """Bytes of `estimate_activations` that the most demanding kernels use beside their operands."""
-    program = _small_program(one_layer_of_each_kind(config), dtype, limits.block_size)
-    return max(workspace_bytes(program, dims) for dims in _largest_steps(limits))
+    programs = _small_programs(config, dtype, limits.block_size)
+    return max(workspace_bytes(program, dims) for program in programs for dims in _largest_steps(limits))
 
 
 def _largest_steps(limits: EngineLimits) -> list[dict[str, int]]:
@@ -54,10 +57,15 @@ def workspace_bytes(program: Program, dims: Mapping[str, int]) -> int:
 
 
 @cache
-def _small_program(config: ModelConfig, dtype: str, block_size: int) -> Program:
-    """What takes a second or two of an estimate; other limits need no other trace."""
-    program, _ = PassManager(make_pipeline(Quantization())).run(export_program(config, dtype, block_size))
-    return program
+def _small_programs(config: ModelConfig, dtype: str, block_size: int) -> list[Program]:
+    """Of the model with few layers, and of its draft head if it has one.
+
+    They take a second or two of an estimate; other limits need no other trace.
+    """
+    programs = [export_program(one_layer_of_each_kind(config), dtype, block_size)]
+    if config.has_draft_head:
+        programs.append(export_draft_program(config, dtype, block_size))
+    return [PassManager(make_pipeline(Quantization())).run(program)[0] for program in programs]
 
 
 def one_layer_of_each_kind(config: ModelConfig) -> ModelConfig:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import onnx
 
@@ -17,6 +18,7 @@ from qwen4exp_trt.builder.bundle import check_output, hash_files, staged_folder
 from qwen4exp_trt.builder.calibrate import CalibrationText, calibrate
 from qwen4exp_trt.builder.compile import CompiledProgram, ExportOptions, compile_program, transform_config
 from qwen4exp_trt.builder.convert import ConvertedFolder
+from qwen4exp_trt.builder.draft_head import DraftChoice, choose_draft_head
 from qwen4exp_trt.builder.engine import EngineBuild, build_engine, check_target
 from qwen4exp_trt.builder.kernels import architecture_of_target, compile_kernels
 from qwen4exp_trt.builder.memory import check_memory
@@ -40,12 +42,15 @@ from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import (
+    DRAFT_DIR,
     ENGINE_FILE,
     KERNELS_DIR,
     LAYERS_FILE,
     ONNX_FILE,
     PROGRAM_DIR,
+    TOKEN_IDS_FILE,
     CheckpointRef,
+    DraftHead,
     Manifest,
 )
 from qwen4exp_trt.runtime.materialize import load_weights
@@ -71,6 +76,18 @@ class BuildReport:
     """How many checkpoint tensors the text model does not use, by what they belong to."""
     onnx_errors: dict[str, float]
     """Largest relative error of the executed ONNX by activation dtype; empty unless verified."""
+    draft: PartReport | None
+    """Of the draft head; None without one."""
+    why_no_draft: str
+    """Why there is no draft head; empty if there is one."""
+
+
+@dataclass(frozen=True)
+class PartReport:
+    """What a build made of the draft head."""
+
+    program: Program
+    onnx_errors: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -87,6 +104,7 @@ class _Job:
     source: WeightSource | None
     """None without weights."""
     calibration_text: CalibrationText | None
+    draft: DraftChoice
     reporter: Reporter
 
     @property
@@ -115,7 +133,10 @@ def build_bundle(options: BuildOptions, reporter: Reporter | None = None) -> Bui
         if not options.config_only:
             reporter.stage("checkpoint")
             checkpoint = Checkpoint.open(options.checkpoint)
-            resolved = resolve_weights(config, checkpoint)
+        draft = choose_draft_head(options, config, checkpoint)
+        config = draft.config
+        if checkpoint is not None:
+            resolved = resolve_weights(config, checkpoint, draft.token_ids)
         stored = None if resolved is None else resolved.weights
         reporter.stage("plan")
         weight_plan = weight_plan_for(options, config, stored)
@@ -126,7 +147,9 @@ def build_bundle(options: BuildOptions, reporter: Reporter | None = None) -> Bui
         if checkpoint is not None:
             folder = ConvertedFolder(options.converted_dir, options.convert_device)
             source = stack.enter_context(open_weight_source(checkpoint, weight_plan, folder, reporter))
-        job = _Job(options, config, limits, text_files, trt, weight_plan, table, source, calibration_text, reporter)
+        job = _Job(
+            *(options, config, limits, text_files, trt, weight_plan, table, source, calibration_text, draft, reporter)
+        )
         set_aside = {} if resolved is None else {kind: len(names) for kind, names in resolved.set_aside.items()}
         return _build(job, plan, set_aside)
 
@@ -153,25 +176,52 @@ def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
     quantization = job.quantization
     if calibration is not None:
         quantization = replace(quantization, input_scales=calibration.scales)
-    compiled, onnx_errors = _compile(job, quantization)
+    parts = [_build_part(job, quantization, is_draft=False)]
+    if job.config.has_draft_head:
+        parts.append(_build_part(job, job.quantization, is_draft=True))
+    sizes = [part.engine.activation_bytes for part in parts if part.engine is not None]
+    if sizes and None not in sizes:
+        plan = plan.with_activations(max(filter(None, sizes), default=0))  # only one of them runs at a time
+    kernels: dict[str, bytes] = {}
+    if options.all_kernel_targets:
+        reporter.stage("kernels")
+        for part in parts:
+            kernels |= compile_kernels(part.compiled.program, job.limits, options.all_kernel_targets)
+    reporter.stage("write")
+    with staged_folder(options.output) as folder:
+        for part, path in zip(parts, (folder, folder / DRAFT_DIR), strict=False):
+            _write_part(path, part)
+        _write_kernels(folder / KERNELS_DIR, kernels)
+        if job.draft.token_ids is not None:
+            (folder / TOKEN_IDS_FILE).write_text(json.dumps(job.draft.token_ids) + "\n", encoding="utf-8")
+        job.text_files.copy_to(folder)
+        manifest = _manifest(folder, job, parts, calibration, plan)
+        manifest.save(folder)
+    draft = PartReport(parts[1].program, parts[1].onnx_errors) if len(parts) > 1 else None
+    return BuildReport(manifest, parts[0].program, plan, set_aside, parts[0].onnx_errors, draft, job.draft.why_none)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The model or the draft head, built."""
+
+    compiled: CompiledProgram
+    program: Program
+    """With recipes over tensors of the files."""
+    profiles: dict[str, Profile]
+    engine: EngineBuild | None
+    onnx_errors: dict[str, float]
+
+
+def _build_part(job: _Job, quantization: Quantization, is_draft: bool) -> _Part:
+    compiled, onnx_errors = _compile(job, replace(job.options.export, is_draft=is_draft), quantization)
     program = compiled.program if job.source is None else job.source.resolve(compiled.program)
     profiles = optimization_profiles(job.limits, (*program.inputs, *program.states))
     engine = None
     if job.trt is not None:
-        reporter.stage("engine")
-        engine = build_engine(job.trt, compiled.onnx_model, profiles, options.engine_target)
-        plan = plan.with_activations(engine.activation_bytes)
-    kernels = {}
-    if options.all_kernel_targets:
-        reporter.stage("kernels")
-        kernels = compile_kernels(compiled.program, job.limits, options.all_kernel_targets)
-    reporter.stage("write")
-    with staged_folder(options.output) as folder:
-        _write_files(folder, program, compiled.onnx_model, engine, kernels)
-        job.text_files.copy_to(folder)
-        manifest = _manifest(folder, job, compiled, profiles, calibration, plan)
-        manifest.save(folder)
-    return BuildReport(manifest, program, plan, set_aside, onnx_errors)
+        job.reporter.stage("draft head engine" if is_draft else "engine")
+        engine = build_engine(job.trt, compiled.onnx_model, profiles, job.options.engine_target)
+    return _Part(compiled, program, profiles, engine, onnx_errors)
 
 
 def _calibrate(job: _Job, text: CalibrationText) -> Calibration:
@@ -188,13 +238,13 @@ def _calibrate(job: _Job, text: CalibrationText) -> Calibration:
     return calibrate(program, weights, rows, job.limits, text, job.reporter.progress)
 
 
-def _compile(job: _Job, quantization: Quantization) -> tuple[CompiledProgram, dict[str, float]]:
+def _compile(job: _Job, options: ExportOptions, quantization: Quantization) -> tuple[CompiledProgram, dict[str, float]]:
     """Compile; with ``--verify`` execute every pass in float32, and the ONNX in both activation dtypes."""
-    options, stage = job.options, job.reporter.stage
-    if not options.verify:
-        return compile_program(job.config, options.export, quantization, stage), {}
+    stage = job.reporter.stage
+    if not job.options.verify:
+        return compile_program(job.config, options, quantization, stage), {}
     assert job.source is not None
-    verifier = make_verifier(job.config, options.block_size, job.source.tensor)
+    verifier = make_verifier(job.config, options.block_size, job.source.tensor, options.is_draft)
     errors: dict[str, float] = {}
 
     def compile_verified(export: ExportOptions, pass_verifier: Verifier | None) -> CompiledProgram:
@@ -202,44 +252,35 @@ def _compile(job: _Job, quantization: Quantization) -> tuple[CompiledProgram, di
         compiled = compile_program(
             job.config, export, quantization, lambda name: stage(f"{name} ({dtype})"), pass_verifier
         )
-        stage(f"run onnx ({dtype})")
+        stage(f"{'draft head ' if options.is_draft else ''}run onnx ({dtype})")
         errors[dtype] = max(errors.get(dtype, 0.0), verify_onnx(compiled.program, compiled.onnx_model, verifier))
         return compiled
 
     # A cache in FP8 would turn a last bit of difference into a whole step of its keys and values.
-    exact = replace(options.export, activation_dtype="float32", kv_cache_dtype="auto")
+    exact = replace(options, activation_dtype="float32", kv_cache_dtype="auto")
     verified = compile_verified(exact, verifier)
-    if options.export == exact:
+    if options == exact:
         return verified, errors
-    return replace(compile_verified(options.export, None), passes=verified.passes), errors
+    return replace(compile_verified(options, None), passes=verified.passes), errors
 
 
-def _write_files(
-    folder: Path,
-    program: Program,
-    model: onnx.ModelProto,
-    engine: EngineBuild | None,
-    kernels: Mapping[str, bytes],
-) -> None:
-    (folder / PROGRAM_DIR).mkdir()
-    save_program(program, folder / PROGRAM_DIR)
-    onnx.save(model, folder / ONNX_FILE)
-    if engine is not None:
-        (folder / ENGINE_FILE).write_bytes(engine.engine)
-        (folder / LAYERS_FILE).write_text(json.dumps(engine.layers, indent=1) + "\n", encoding="utf-8")
+def _write_part(folder: Path, part: _Part) -> None:
+    (folder / PROGRAM_DIR).mkdir(parents=True)
+    save_program(part.program, folder / PROGRAM_DIR)
+    onnx.save(part.compiled.onnx_model, folder / ONNX_FILE)
+    if part.engine is not None:
+        (folder / ENGINE_FILE).write_bytes(part.engine.engine)
+        (folder / LAYERS_FILE).write_text(json.dumps(part.engine.layers, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_kernels(folder: Path, kernels: Mapping[str, bytes]) -> None:
     for name, code in kernels.items():
-        (folder / KERNELS_DIR).mkdir(exist_ok=True)
-        (folder / KERNELS_DIR / name).write_bytes(code)
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(code)
 
 
-def _manifest(
-    folder: Path,
-    job: _Job,
-    compiled: CompiledProgram,
-    profiles: dict[str, Profile],
-    calibration: Calibration | None,
-    plan: Plan,
-) -> Manifest:
+def _manifest(folder: Path, job: _Job, parts: Sequence[_Part], calibration: Calibration | None, plan: Plan) -> Manifest:
+    model, *drafts = parts
     options, source = job.options, job.source
     tools = {"python": platform.python_version()} | {name: version(name) for name in _TOOLS}
     if job.trt is not None:
@@ -249,7 +290,7 @@ def _manifest(
         precision=options.precision,
         ple_precision=options.ple_precision,
         ple_residency=options.ple_residency,
-        host_weights=ngram_table_weights(compiled.program) if options.ple_residency == PleResidency.HOST else [],
+        host_weights=ngram_table_weights(model.compiled.program) if options.ple_residency == PleResidency.HOST else [],
         activation_dtype=options.activation_dtype,
         kv_cache_dtype=options.kv_dtype,
         weights=[asdict(row) for row in job.weight_table],
@@ -264,8 +305,22 @@ def _manifest(
         checkpoint=None if source is None else CheckpointRef.of(source.checkpoint),
         converted=None if source is None or source.converted is None else CheckpointRef.of(source.converted),
         plugins=op_versions(),
-        profiles={name: {tensor: list(shapes) for tensor, shapes in p.items()} for name, p in profiles.items()},
-        passes=[asdict(result) for result in compiled.passes],
+        profiles=_profiles_to_json(model.profiles),
+        passes=[asdict(result) for result in model.compiled.passes],
+        draft=_draft_head(job, drafts[0]) if drafts else None,
         tools=tools,
         files=hash_files(folder),
     )
+
+
+def _draft_head(job: _Job, part: _Part) -> DraftHead:
+    return DraftHead(
+        vocab_size=job.config.draft_vocab_size or job.config.vocab_size,
+        has_token_ids=job.draft.token_ids is not None,
+        profiles=_profiles_to_json(part.profiles),
+        passes=[asdict(result) for result in part.compiled.passes],
+    )
+
+
+def _profiles_to_json(profiles: Mapping[str, Profile]) -> dict[str, Any]:
+    return {name: {tensor: list(shapes) for tensor, shapes in p.items()} for name, p in profiles.items()}

@@ -9,7 +9,7 @@ import onnx
 
 from qwen4exp_trt.builder.lower import lower_program
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.export import export_program
+from qwen4exp_trt.frontend.export import export_draft_program, export_program
 from qwen4exp_trt.passes.base import PassManager, PassResult
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import Verifier
@@ -30,6 +30,8 @@ class ExportOptions:
     block_size: int
     ple_residency: str = PleResidency.DEVICE
     """Of the n-gram table: what is read from disk is an input of the program."""
+    is_draft: bool = False
+    """Whether it is the program of the draft head, or the model's."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,11 @@ def transform_config(
     verifier: Verifier | None = None,
 ) -> tuple[Program, list[PassResult]]:
     """Trace and transform. ``verifier`` executes the program before and after each pass."""
-    stage("export")
-    program = export_program(config, options.activation_dtype, options.block_size, options.kv_cache_dtype)
-    stage("passes")
+    name = "draft head " if options.is_draft else ""
+    stage(f"{name}export")
+    export = export_draft_program if options.is_draft else export_program
+    program = export(config, options.activation_dtype, options.block_size, options.kv_cache_dtype)
+    stage(f"{name}passes")
     return PassManager(make_pipeline(quantization, options.ple_residency), verifier).run(program)
 
 
@@ -64,5 +68,5 @@ def compile_program(
 ) -> CompiledProgram:
     """`transform_config`, and lower."""
     program, results = transform_config(config, options, quantization, stage, verifier)
-    stage("lower")
+    stage("draft head lower" if options.is_draft else "lower")
     return CompiledProgram(program, lower_program(program), results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,7 +17,10 @@ from qwen4exp_trt.runtime.specs import extent_of
 
 
 class OpCall(NamedTuple):
-    """An op with the shapes (in elements; dynamic extents are dim names) and dtypes of its operands and attributes."""
+    """An op with the shapes and dtypes of its operands and its attributes.
+
+    Shapes are in elements; a dynamic extent is a dim's name, or with a factor in front such as ``4*T``.
+    """
 
     spec: OpSpec
     shapes: dict[str, list[int | str]]
@@ -25,7 +29,7 @@ class OpCall(NamedTuple):
 
     def plan(self, dims: Mapping[str, int], num_sms: int, capability: tuple[int, int] = MIN_CAPABILITY) -> Plan:
         """The kernel launches at the extents ``dims`` on a GPU with ``num_sms`` multiprocessors."""
-        shapes = {name: [extent_of(dim, dims) for dim in shape] for name, shape in self.shapes.items()}
+        shapes = {name: [_extent(dim, dims) for dim in shape] for name, shape in self.shapes.items()}
         return self.spec.plan(shapes, self.dtypes, self.attrs, num_sms, capability)
 
     def uses(self, dim: str) -> bool:
@@ -55,4 +59,14 @@ def _fake(node: Any) -> torch.Tensor:
 
 
 def _dim(extent: Any, names: Mapping[str, str]) -> int | str:
-    return extent if isinstance(extent, int) else names[str(extent)]
+    if isinstance(extent, int):
+        return extent
+    *factors, symbol = str(extent).split("*")
+    return "*".join([*factors, names[symbol]])
+
+
+def _extent(dim: int | str, dims: Mapping[str, int]) -> int:
+    if isinstance(dim, int):
+        return dim
+    *factors, name = dim.split("*")
+    return math.prod(map(int, factors)) * extent_of(name, dims)

@@ -20,6 +20,7 @@ KV_CACHE_DTYPES = {"auto": "auto", "fp8": "float8_e4m3fn"}
 """Choice -> dtype; ``auto`` is that of the activations."""
 PLE_RESIDENCIES = tuple(PleResidency)
 CONVERT_DEVICES = ("cpu", "cuda")
+DRAFT_HEADS = ("checkpoint", "none")
 DEFAULT_TARGET = "sm121"
 DEFAULT_WEIGHTS_DIR = "converted-weights"
 DEFAULT_PREFILL_CHUNK = 2048
@@ -46,6 +47,12 @@ class PlanOptions:
     kv_cache_dtype: str = "auto"
     ple_residency: str = PleResidency.DEVICE
     """Where the n-gram table is at run time."""
+    draft_head: str = "checkpoint"
+    """Whether the checkpoint's draft head is built in, if it has one: one of `DRAFT_HEADS`."""
+    draft_vocab_size: int | None = None
+    """How many ids the draft head can propose; None for all."""
+    draft_vocab: Path | None = None
+    """A text whose most frequent ids these are."""
     max_batch_size: int = 8
     max_seq_len: int | None = None
     """None for the model's own limit."""
@@ -111,6 +118,7 @@ class PlanOptions:
             ("--activation-dtype", self.activation_dtype, ACTIVATION_DTYPES),
             ("--kv-cache-dtype", self.kv_cache_dtype, tuple(KV_CACHE_DTYPES)),
             ("--ple-residency", self.ple_residency, PLE_RESIDENCIES),
+            ("--draft-head", self.draft_head, DRAFT_HEADS),
         ):
             if value not in choices:
                 raise BuildError(f"{option} is {value!r}; it must be one of {', '.join(choices)}")
@@ -119,6 +127,8 @@ class PlanOptions:
                 f"--target is {self.target!r}, but a bundle with {self.activation_dtype} activations has no engine; "
                 "leave it out"
             )
+        if self.draft_vocab is not None and self.draft_vocab_size is None:
+            raise BuildError("--draft-vocab is given without --draft-vocab-size, which says how many ids to take")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from qwen4exp_trt.builder.weight_bytes import Component, WeightGroup, weight_groups
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.states import RINGS, resolve_kv_dtype, state_specs
+from qwen4exp_trt.frontend.states import RINGS, draft_state_specs, resolve_kv_dtype, state_specs
 from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES
@@ -93,6 +93,12 @@ class PlanRequest:
         is_hashed = self.ple_residency is not PleResidency.DISK
         return tuple(spec for spec in specs if is_hashed or spec.kind is not StateKind.NGRAM_IDS)
 
+    def draft_state_specs(self) -> tuple[StateSpec, ...]:
+        """Those of the draft head, if there is one."""
+        if not self.config.has_draft_head:
+            return ()
+        return draft_state_specs(self.config, self.activation_dtype, self.limits.block_size, self.kv_cache_dtype)
+
 
 @dataclass(frozen=True)
 class StateUse:
@@ -110,6 +116,8 @@ class Plan:
     request: PlanRequest
     weights: tuple[WeightGroup, ...]
     states: Mapping[StateKind, StateUse]
+    draft_states: Mapping[StateKind, StateUse]
+    """Those of the draft head, and what drafting one token moves of them; empty without one."""
 
     @property
     def device(self) -> Device | None:
@@ -145,7 +153,7 @@ class Plan:
     @property
     def sequence_bytes(self) -> int:
         """States of one sequence."""
-        return sum(use.num_bytes for use in self.states.values())
+        return sum(use.num_bytes for use in (*self.states.values(), *self.draft_states.values()))
 
     @property
     def state_bytes(self) -> int:
@@ -153,19 +161,39 @@ class Plan:
 
     @property
     def logits_bytes(self) -> int:
-        row_bytes = self.request.config.vocab_size * DTYPE_BYTES[self.request.activation_dtype]
-        return self.request.limits.max_logits_rows * row_bytes
+        config, columns = self.request.config, self.request.config.vocab_size
+        if config.has_draft_head:
+            columns += config.draft_vocab_size or config.vocab_size
+        return self.request.limits.max_logits_rows * columns * DTYPE_BYTES[self.request.activation_dtype]
+
+    @property
+    def stack_bytes(self) -> int:
+        """What the model hands to the draft head of the largest step, and the draft head to itself."""
+        config, limits = self.request.config, self.request.limits
+        rows = limits.max_step_tokens + limits.max_logits_rows
+        return rows * config.stack_width * DTYPE_BYTES[self.request.activation_dtype] if config.has_draft_head else 0
 
     @property
     def total_bytes(self) -> int:
-        step_bytes = self.staged_bytes + self.logits_bytes + self.request.activations.num_bytes
+        step_bytes = self.staged_bytes + self.logits_bytes + self.stack_bytes + self.request.activations.num_bytes
         return self.weight_bytes + self.state_bytes + step_bytes + GPU_OVERHEAD_BYTES
 
     @property
     def token_bytes(self) -> int:
-        """What decoding one token of one sequence at the longest context moves; the new K and V are left out."""
-        weights = sum(group.read_bytes for group in self.weights)
+        """What decoding one token of one sequence at the longest context moves, without drafts; the new K and V are
+        left out."""
+        weights = sum(group.read_bytes for group in self.weights if not group.component.is_of_draft_head)
         return weights + sum(use.token_bytes for use in self.states.values())
+
+    @property
+    def draft_token_bytes(self) -> int:
+        """What the draft head moves, likewise, for each token that it drafts; 0 without one."""
+        config = self.request.config
+        if not config.has_draft_head:
+            return 0
+        shared = {Component.EMBED_TOKENS} | ({Component.LM_HEAD} if config.draft_vocab_size is None else set())
+        used = [group for group in self.weights if group.component.is_of_draft_head or group.component in shared]
+        return sum(group.read_bytes for group in used) + sum(use.token_bytes for use in self.draft_states.values())
 
     @property
     def decode_rate(self) -> float | None:
@@ -187,17 +215,21 @@ class Plan:
 
 def make_plan(request: PlanRequest) -> Plan:
     """The plan of a build, or of one that could be asked for instead."""
-    specs = request.state_specs()
-    states: dict[StateKind, StateUse] = {}
-    for spec in specs:
-        use, old = _state_use(request, spec), states.get(spec.kind, StateUse(0, 0))
-        states[spec.kind] = StateUse(old.num_bytes + use.num_bytes, old.token_bytes + use.token_bytes)
     formats = request.choose_formats(request.precision, request.ple)
     return Plan(
         request=request,
         weights=weight_groups(request.config, formats, request.activation_dtype),
-        states=states,
+        states=_state_uses(request, request.state_specs()),
+        draft_states=_state_uses(request, request.draft_state_specs()),
     )
+
+
+def _state_uses(request: PlanRequest, specs: Iterable[StateSpec]) -> dict[StateKind, StateUse]:
+    states: dict[StateKind, StateUse] = {}
+    for spec in specs:
+        use, old = _state_use(request, spec), states.get(spec.kind, StateUse(0, 0))
+        states[spec.kind] = StateUse(old.num_bytes + use.num_bytes, old.token_bytes + use.token_bytes)
+    return states
 
 
 def _state_use(request: PlanRequest, spec: StateSpec) -> StateUse:

@@ -41,6 +41,11 @@ def _shorter(request: PlanRequest) -> range:
 
 MOVES = (
     Move("--ple-residency", _elsewhere, lambda request, residency: replace(request, ple_residency=residency)),
+    Move(
+        "--draft-head",
+        lambda request: ("none",) if request.config.has_draft_head else (),
+        lambda request, _: replace(request, config=request.config.without_draft_head()),
+    ),
     Move("--ple", lambda request: ("nvfp4",), lambda request, ple: replace(request, ple=ple)),
     Move("--precision", lambda request: ("nvfp4",), lambda request, precision: replace(request, precision=precision)),
     Move(

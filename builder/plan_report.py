@@ -56,7 +56,8 @@ def _weight_lines(plan: Plan) -> Iterator[str]:
     for group in plan.weights:
         resident = group.num_bytes if plan.is_resident(group) else 0
         yield _line(f"  {group.component}", size(resident), traffic(group.read_bytes), _format_remark(plan, group))
-    yield _line("  in all", size(plan.weight_bytes), traffic(sum(group.read_bytes for group in plan.weights)))
+    of_model = [group.read_bytes for group in plan.weights if not group.component.is_of_draft_head]
+    yield _line("  in all", size(plan.weight_bytes), traffic(sum(of_model)))
 
 
 def _format_remark(plan: Plan, group: WeightGroup) -> str:
@@ -68,6 +69,9 @@ def _state_lines(plan: Plan) -> Iterator[str]:
     yield _line("states", "of a sequence", "moved a token")
     for kind, use in plan.states.items():
         yield _line(f"  {kind}", size(use.num_bytes), traffic(use.token_bytes))
+    if drafts := plan.draft_states.values():
+        moved = sum(use.token_bytes for use in drafts)
+        yield _line("  draft head", size(sum(use.num_bytes for use in drafts)), traffic(moved))
     yield _line("  in all", size(plan.sequence_bytes), traffic(sum(use.token_bytes for use in plan.states.values())))
 
 
@@ -79,6 +83,8 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
         yield _line("  n-gram rows", size(plan.staged_bytes), "", "from disk: of one step, and the last ones read")
     yield _line("  states", size(plan.state_bytes))
     yield _line("  logits", size(plan.logits_bytes))
+    if plan.stack_bytes:
+        yield _line("  stacks", size(plan.stack_bytes), "", "for the draft head")
     remark = "an estimate; the engine build tells" if activations.is_estimate else "of the engine"
     yield _line("  activations", size(activations.num_bytes), "", remark)
     if activations.workspace_bytes:
@@ -94,6 +100,8 @@ def _tail(plan: Plan) -> Iterator[str]:
         bandwidth = f"the {plan.device.bytes_per_second / 1e9:.0f} GB/s that others measured on a {plan.device.name}"
         decode = f"at most {plan.decode_rate:,.1f} tokens/s: {decode}, over {bandwidth}"
     yield _row("decode", decode)
+    if plan.draft_token_bytes:
+        yield _row("draft", f"{traffic(plan.draft_token_bytes)} for each token that the draft head proposes")
 
 
 def _verdict(plan: Plan) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 from qwen4exp_trt.builder.activations import estimate_activations, estimate_workspace
+from qwen4exp_trt.builder.draft_head import DraftChoice, choose_draft_head
 from qwen4exp_trt.builder.options import DEFAULT_TARGET, PlanOptions
 from qwen4exp_trt.builder.plan import ActivationMemory, Plan, PlanRequest, make_plan
 from qwen4exp_trt.builder.weight_plan import WeightPlan, plan_weights
@@ -21,11 +22,13 @@ StoredWeights = Mapping[str, StoredWeight] | None
 """By canonical name; None for a checkpoint that is not there, and is taken to have every weight in float."""
 
 
-def read_stored_weights(options: PlanOptions, config: ModelConfig) -> StoredWeights:
-    """What the headers of the checkpoint say, if there are any files."""
+def read_stored_weights(options: PlanOptions, config: ModelConfig) -> tuple[DraftChoice, StoredWeights]:
+    """The draft head that a bundle gets, and what the headers of the checkpoint say, if there are any files."""
     if options.config_only or not any(options.checkpoint.glob("*.safetensors")):
-        return None
-    return resolve_weights(config, Checkpoint.open(options.checkpoint)).weights
+        return choose_draft_head(options, config, None), None
+    checkpoint = Checkpoint.open(options.checkpoint)
+    draft = choose_draft_head(options, config, checkpoint)
+    return draft, resolve_weights(draft.config, checkpoint, draft.token_ids).weights
 
 
 def weight_plan_for(options: PlanOptions, config: ModelConfig, stored: StoredWeights) -> WeightPlan:

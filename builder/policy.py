@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from qwen4exp_trt.builder.weight_bytes import Component, component_of
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.weights import expected_weights
+from qwen4exp_trt.frontend.weights import DRAFT_LM_HEAD, expected_weights, is_of_draft_head
 from qwen4exp_trt.passes.choose_formats import MOE_OPS
 from qwen4exp_trt.plugins.number_formats import NVFP4_BLOCK
 from qwen4exp_trt.runtime.checkpoint import listing
@@ -23,7 +23,7 @@ PRECISIONS = ("checkpoint", "nvfp4", W4A4, "bf16")
 PLE_PRECISIONS = ("checkpoint", "nvfp4", "bf16")
 
 _CONVERTED = re.compile(
-    r"\.mlp\.experts\.|\.mlp\.shared_expert\.|^lm_head\.|"
+    r"\.mlp\.experts\.|\.mlp\.shared_expert\.|^(mtp\.)?lm_head\.|"
     r"\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\.|\.self_attn\.[qkvo]_proj\."
 )
 """The weights that NVFP4 precisions convert. All others are too sensitive or too small: hyper-connections, router,
@@ -112,12 +112,16 @@ def _choose(
     if asked in ("nvfp4", W4A4) and (is_table(name) or _is_convertible(name)):
         if shape[-1] % NVFP4_BLOCK:
             return Choice(name, stored, FLOAT, f"its rows of {shape[-1]} are no multiple of {NVFP4_BLOCK}")
-        return Choice(name, stored, NVFP4, has_nvfp4_activations=precision == W4A4 and is_of_token_mixer(name))
+        # Calibration runs the model alone: the draft head, whose text is the model's in any case, has no scales.
+        has_nvfp4_activations = precision == W4A4 and is_of_token_mixer(name) and not is_of_draft_head(name)
+        return Choice(name, stored, NVFP4, has_nvfp4_activations=has_nvfp4_activations)
     if len(stored) != 1:
         return Choice(name, stored, FLOAT, "the checkpoint has it in several formats")
     held = (FLOAT, FP8, NVFP4) if is_table(name) else (FLOAT, FP8, FP8_BLOCKS, NVFP4)
     has_op = is_table(name) or _is_convertible(name) or _KEPT_BY_LINEARS.search(name) is not None
     (format,) = stored
+    if name == DRAFT_LM_HEAD and format is FP8_BLOCKS:
+        return Choice(name, stored, FLOAT, "its rows are some of those that share a scale")
     if has_op and format in held:
         return Choice(name, stored, format)
     return Choice(name, stored, FLOAT, "" if format is FLOAT else "its op takes no such format")

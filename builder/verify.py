@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import onnx
+import torch
 
 from qwen4exp_trt.builder.interpret import OnnxProgram
 from qwen4exp_trt.builder.memory import check_memory
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
-from qwen4exp_trt.passes.verification import Verifier, batch_samples, initial_states, relative_error
+from qwen4exp_trt.passes.verification import SampleSteps, Verifier, batch_samples, initial_states, relative_error
 from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.specs import STACK
 from qwen4exp_trt.runtime.tensor_source import TensorFunction
 
 ONNX_TOLERANCE = 1e-5
@@ -29,9 +32,19 @@ def check_verify_memory(config: ModelConfig) -> None:
     check_memory(needed, "--verify", "build without it, or verify a smaller model")
 
 
-def make_verifier(config: ModelConfig, block_size: int, source: TensorFunction) -> Verifier:
-    """A verifier of programs whose recipes name what ``source`` gives."""
-    return Verifier(batch_samples(config.vocab_size, block_size, config.indexer_budget or 1), source)
+def make_verifier(config: ModelConfig, block_size: int, source: TensorFunction, is_draft: bool = False) -> Verifier:
+    """A verifier of the model's programs, or the draft head's, whose recipes name what ``source`` gives."""
+    samples = batch_samples(config.vocab_size, block_size, config.indexer_budget or 1)
+    if is_draft:
+        generator = torch.Generator().manual_seed(0)
+        samples = [_with_stacks(sample, config.stack_width, generator) for sample in samples]
+    return Verifier(samples, source)
+
+
+def _with_stacks(sample: SampleSteps, width: int, generator: torch.Generator) -> SampleSteps:
+    """``sample`` with random stacks for every row."""
+    steps = [{**step, STACK: torch.randn(len(step["input_ids"]), width, generator=generator)} for step in sample.steps]
+    return replace(sample, steps=tuple(steps))
 
 
 def verify_onnx(program: Program, model: onnx.ModelProto, verifier: Verifier) -> float:

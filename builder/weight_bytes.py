@@ -26,6 +26,9 @@ is that of the activation dtype."""
 
 _SCALE_BYTES = DTYPE_BYTES["float32"]
 
+_IN_ONE_OP = re.compile(r"\.mlp\.(experts|shared_expert)\.")
+"""The weights of which a mixture of experts takes one scale for each matrix."""
+
 
 class Component(StrEnum):
     """A part of the model; its value is its name in tables."""
@@ -41,9 +44,19 @@ class Component(StrEnum):
     HYPER_CONNECTIONS = "hyper-connections"
     EMBED_TOKENS = "embed_tokens"
     LM_HEAD = "lm_head"
+    DRAFT_EXPERTS = "draft head experts"
+    DRAFT_LM_HEAD = "draft head lm_head"
+    DRAFT_HEAD = "draft head, others"
+
+    @property
+    def is_of_draft_head(self) -> bool:
+        return self in (Component.DRAFT_EXPERTS, Component.DRAFT_LM_HEAD, Component.DRAFT_HEAD)
 
 
 _COMPONENT_OF = {
+    Component.DRAFT_EXPERTS: re.compile(r"^mtp\..*\.mlp\.experts\."),
+    Component.DRAFT_LM_HEAD: re.compile(r"^mtp\.lm_head\."),
+    Component.DRAFT_HEAD: re.compile(r"^mtp\."),
     Component.NGRAM_TABLE: re.compile(r"\.ngram_embedding\."),
     Component.NGRAM: re.compile(r"\.ple\."),
     Component.EXPERTS: re.compile(r"\.mlp\.experts\."),
@@ -68,7 +81,7 @@ class WeightGroup:
     num_elements: int
     num_bytes: int
     read_bytes: int
-    """What decoding one token of one sequence reads of them."""
+    """What decoding one token of one sequence reads of them; of the draft head's, what drafting one does."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,7 @@ def _weights(config: ModelConfig) -> tuple[_Weight, ...]:
 
 def _share_read(config: ModelConfig, component: Component, shape: Shape) -> Fraction:
     """The share of a weight that one token reads: rows of the tables, the experts that it is routed to, or all."""
-    if component is Component.EXPERTS:
+    if component in (Component.EXPERTS, Component.DRAFT_EXPERTS):
         return Fraction(config.num_experts_per_tok, config.num_experts)
     if component is Component.NGRAM_TABLE:
         return Fraction(config.num_ngram_heads, shape[0])
@@ -142,5 +155,5 @@ def _num_scales(config: ModelConfig, weight: _Weight, weight_format: WeightForma
     if weight_format is not WeightFormat.NVFP4:
         scales = math.ceil(rows // parts / FP8_BLOCK) * math.ceil(columns / FP8_BLOCK)
     else:
-        scales = 1 if weight.component in (Component.EXPERTS, Component.SHARED_EXPERTS) else rows
+        scales = 1 if _IN_ONE_OP.search(weight.name) else rows
     return math.prod(batch) * parts * scales

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,18 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
 
+    mtp_num_hidden_layers: int = 0
+    """Layers of the draft head (multi-token prediction); 0 without one. `check_draft_head` says what is implemented."""
+    mtp_layer_types: tuple[str, ...] = ()
+    """Of those layers; all full attention where the config says nothing."""
+    mtp_use_dedicated_embeddings: bool = False
+    mtp_rope_theta: float | None = None
+    """None for ``rope_theta``."""
+    mtp_use_hidden_state_from_layer: int | None = None
+    """None for the stack behind the last layer."""
+    draft_vocab_size: int | None = None
+    """Rows of the draft head's own ``lm_head``, of which a build chooses the ids; None: it uses that of the model."""
+
     def __post_init__(self) -> None:
         check_config(self)
 
@@ -144,8 +156,28 @@ class ModelConfig:
         """Whether full attention selects tokens (QSA); without an indexer it is dense."""
         return self.indexer_budget is not None
 
+    @property
+    def has_draft_head(self) -> bool:
+        return self.mtp_num_hidden_layers > 0
+
+    @property
+    def draft_layer(self) -> int:
+        """The number of the draft head's layer: the one behind the model's last."""
+        return self.num_hidden_layers
+
     def is_linear(self, layer: int) -> bool:
-        return self.layer_types[layer] == LINEAR_ATTENTION
+        return layer != self.draft_layer and self.layer_types[layer] == LINEAR_ATTENTION
+
+    def without_draft_head(self) -> ModelConfig:
+        return replace(
+            self,
+            mtp_num_hidden_layers=0,
+            mtp_layer_types=(),
+            mtp_use_dedicated_embeddings=False,
+            mtp_rope_theta=None,
+            mtp_use_hidden_state_from_layer=None,
+            draft_vocab_size=None,
+        )
 
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelConfig:
@@ -195,6 +227,7 @@ def _fields_from_hf(data: Any) -> dict[str, Any]:
     if text.get("output_gate_type") is None:
         values["output_gate_type"] = _ONLY_IMPLEMENTED["hidden_act"]
     values["layer_types"] = _layer_types(text)
+    values |= _draft_head_fields(text)
     missing = [field.name for field in fields(ModelConfig) if field.default is MISSING and field.name not in values]
     if missing:
         raise ConfigError(f"the text config lacks {', '.join(missing)}")
@@ -230,8 +263,24 @@ def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
         require(is_int(interval) and interval > 0, "full_attention_interval", interval, "a positive integer")
         layers = range(min(count, MAX_NUM_LAYERS))  # no more are allowed, and 10**9 would take forever
         return tuple(FULL_ATTENTION if (layer + 1) % interval == 0 else LINEAR_ATTENTION for layer in layers)
-    require(isinstance(names, list), "layer_types", names, "a list")
+    return _canonical_layer_types("layer_types", names)
+
+
+def _canonical_layer_types(key: str, names: Any) -> tuple[str, ...]:
+    require(isinstance(names, list), key, names, "a list")
     return tuple(FULL_ATTENTION if name in _FULL_ATTENTION_NAMES else name for name in names)
+
+
+def _draft_head_fields(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the draft head, from flat ``mtp_*`` keys or from the object ``mtp``, whose keys lack the prefix."""
+    nested = text.get("mtp") or {}
+    require(isinstance(nested, Mapping), "mtp", nested, "a JSON object")
+    found = {f"mtp_{key.removeprefix('mtp_')}": value for key, value in nested.items()}
+    found |= {key: value for key, value in text.items() if key.startswith("mtp_")}
+    values = {field.name: found[field.name] for field in fields(ModelConfig) if found.get(field.name) is not None}
+    if "mtp_layer_types" in values:
+        values["mtp_layer_types"] = _canonical_layer_types("mtp.layer_types", values["mtp_layer_types"])
+    return values
 
 
 def _rope_fields(text: Mapping[str, Any]) -> dict[str, Any]:

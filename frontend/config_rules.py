@@ -37,6 +37,7 @@ _SMALLEST = {
     "shared_expert_intermediate_size": 1,
     "hc_count": 2,
     "hc_lowrank": 1,
+    "mtp_num_hidden_layers": 0,
 }
 _SMALLEST_WITH_PLE = {
     "ple_embed_dim": 1,
@@ -78,6 +79,22 @@ def check_config(config: ModelConfig) -> None:
         _check_indexer(config)
     if config.ple_layer_ids:
         _check_ple(config)
+    if (size := config.draft_vocab_size) is not None:
+        require(1 <= size <= config.vocab_size, "draft_vocab_size", size, f"from 1 to vocab_size ({config.vocab_size})")
+
+
+def check_draft_head(config: ModelConfig) -> None:
+    """Raise `ConfigError` for a draft head of a kind that is not implemented. The model itself can be used without."""
+    only = "no other draft head is implemented"
+    theta = config.rope_theta
+    for name, value, accepted, rule in (
+        ("mtp_num_hidden_layers", config.mtp_num_hidden_layers, (1,), "1"),
+        ("mtp.layer_types", list(config.mtp_layer_types), ([], [FULL_ATTENTION]), f"[{FULL_ATTENTION!r}]"),
+        ("mtp_use_dedicated_embeddings", config.mtp_use_dedicated_embeddings, (False,), "false"),
+        ("mtp.rope_theta", config.mtp_rope_theta, (None, theta), f"that of the model ({theta:g})"),
+        ("mtp.mtp_use_hidden_state_from_layer", config.mtp_use_hidden_state_from_layer, (None,), "null"),
+    ):
+        require(value in accepted, name, value, f"{rule}: {only}; build with --draft-head none")
 
 
 def is_int(value: object) -> bool:
@@ -95,6 +112,7 @@ def _is_tuple_of(kind: type) -> Callable[[object], bool]:
 _TYPE_RULES: dict[Any, tuple[Callable[[object], bool], str]] = {
     int: (is_int, "an integer"),
     int | None: (lambda value: value is None or is_int(value), "an integer or null"),
+    float | None: (lambda value: value is None or _is_finite_number(value), "a finite number or null"),
     float: (_is_finite_number, "a finite number"),
     bool: (lambda value: type(value) is bool, "true or false"),
     str: (lambda value: type(value) is str, "a string"),

@@ -15,11 +15,23 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.frontend.config_rules import check_draft_head
+from qwen4exp_trt.frontend.draft_model import DraftModel
 from qwen4exp_trt.frontend.model import TextModel, rotary_frequencies
 from qwen4exp_trt.frontend.ngram import ngram_hash
-from qwen4exp_trt.frontend.states import state_specs
+from qwen4exp_trt.frontend.states import draft_state_specs, state_specs
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, is_getitem
-from qwen4exp_trt.runtime.specs import Literal, Source, StateSpec, TensorSpec, WeightRecipe, WeightSpec, extent_of
+from qwen4exp_trt.runtime.specs import (
+    NEXT_STACK,
+    STACK,
+    Literal,
+    Source,
+    StateSpec,
+    TensorSpec,
+    WeightRecipe,
+    WeightSpec,
+    extent_of,
+)
 from qwen4exp_trt.runtime.weights import dtype_from_name, name_from_dtype, transform
 
 _SAMPLE_EXTENTS = {"T": 6, "B": 2, "B_plus_1": 3, "L": 4, "max_blocks": 5, "num_blocks": 11, "num_slots": 7}
@@ -52,14 +64,32 @@ def export_program(config: ModelConfig, dtype: str, block_size: int, kv_cache_dt
     The KV cache is in ``kv_cache_dtype``: ``auto``, which is ``dtype``, or ``float8_e4m3fn``.
 
     The weights' recipes name canonical tensors (`frontend.weights`); resolve them against a checkpoint with
-    `Program.map_weight_sources`.
+    `Program.map_weight_sources`. A config with a draft head gives the program a second output, ``stack``.
     """
     states, literals = state_specs(config, dtype, block_size, kv_cache_dtype), model_literals(config)
     outputs = (TensorSpec("logits", ("L", config.vocab_size), dtype),)
+    if config.has_draft_head:
+        outputs = (*outputs, TensorSpec(STACK, ("T", config.stack_width), dtype))
     with FakeTensorMode(shape_env=ShapeEnv()) as mode, _default_dtype(dtype_from_name(dtype)):
         model = TextModel(config, states)
     with mode:
         return trace_program(model, input_specs(), states, outputs, literals)
+
+
+def export_draft_program(config: ModelConfig, dtype: str, block_size: int, kv_cache_dtype: str = "auto") -> Program:
+    """Trace the draft head of ``config``, which must have one, with the arguments of `export_program`.
+
+    Beside the metadata of a step it takes the stacks that the model's program gives; see `DraftModel`.
+    """
+    check_draft_head(config)
+    states, literals = draft_state_specs(config, dtype, block_size, kv_cache_dtype), model_literals(config)
+    inputs = (*input_specs(), TensorSpec(STACK, ("T", config.stack_width), dtype))
+    vocab_size = config.vocab_size if config.draft_vocab_size is None else config.draft_vocab_size
+    outputs = (TensorSpec("logits", ("L", vocab_size), dtype), TensorSpec(NEXT_STACK, ("L", config.stack_width), dtype))
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode, _default_dtype(dtype_from_name(dtype)):
+        model = DraftModel(config, states)
+    with mode:
+        return trace_program(model, inputs, states, outputs, literals)
 
 
 def trace_program(

@@ -62,7 +62,7 @@ class DecoderLayer(nn.Module):
 
 
 class TextModel(nn.Module):
-    """Token ids in, float logits of the rows in ``logits_indices`` out.
+    """Token ids in, float logits of the rows in ``logits_indices`` out; with a draft head, the stack of every row too.
 
     Parameters carry the checkpoint's names without prefix. Buffers are constants of the config.
     """
@@ -71,6 +71,7 @@ class TextModel(nn.Module):
         super().__init__()
         all_specs()
         self.hc_count, self.state_keys = config.hc_count, [(spec.layer, spec.kind) for spec in states]
+        self.has_draft_head = config.has_draft_head
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
         self.hyper_connection_mixer = HyperConnectionMixer(config)
@@ -89,7 +90,8 @@ class TextModel(nn.Module):
         num_seqs: Tensor,
         logits_indices: Tensor,
         states: Sequence[Tensor],
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Logits ``[L, V]``; for a draft head also the stacks ``[T, HC*H]`` behind the last layer."""
         batch = Batch(input_ids, positions, query_start_loc, seq_lens, slot_ids, block_table, num_seqs, logits_indices)
         by_key = dict(zip(self.state_keys, states, strict=True))
         shared = (self.inv_freq, self.no_selection, batch, by_key)
@@ -100,6 +102,10 @@ class TextModel(nn.Module):
         for layer in others:
             stack, y, inject = layer(combine(stack, y, inject), *shared)
             combine = layer.mlp_hyper_connection.combine
+        if self.has_draft_head:
+            stack = combine(stack, y, inject)
+            # The norm reads what the combine has just made: both are one kernel, and the stack is written anyway.
+            return self.lm_head(self.hyper_connection_mixer(stack, logits_indices)), stack
         # Only the rows whose logits are asked for are combined and mixed.
         stack, y, inject = (rows.index_select(0, logits_indices) for rows in (stack, y, inject))
         return self.lm_head(self.hyper_connection_mixer(combine(stack, y, inject)))

@@ -101,9 +101,10 @@ class HyperConnectionMixer(nn.Module):
         self.input_mix_weight_down = Linear(config.hc_lowrank, config.stack_width)
         self.input_mix_weight_up = Linear(config.stack_width, config.hc_lowrank)
 
-    def forward(self, stack: Tensor) -> Tensor:
-        """What the model reads of the stack, ``[T, H]``."""
-        return self.mix(self.norm(stack))
+    def forward(self, stack: Tensor, rows: Tensor | None = None) -> Tensor:
+        """What the model reads of the stack ``[T, H]``, or of those of its ``rows`` alone."""
+        normed = self.norm(stack)
+        return self.mix(normed if rows is None else normed.index_select(0, rows))
 
     def norm(self, stack: Tensor) -> Tensor:
         return Q4E.hc_norm(stack, self.hc_norm(), self.hc_count, self.eps)

@@ -1,4 +1,4 @@
-"""The one list of the model's external states."""
+"""The one list of the model's external states, and that of its draft head."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ def state_specs(
     return tuple(states)
 
 
+def draft_state_specs(
+    config: ModelConfig, dtype: str, block_size: int, kv_cache_dtype: str = "auto"
+) -> tuple[StateSpec, ...]:
+    """Every state of the draft head, with the arguments of `state_specs`; their names are none of the model's."""
+    kv_dtype = resolve_kv_dtype(dtype, kv_cache_dtype)
+    return tuple(_full_attention_states(config, config.draft_layer, dtype, kv_dtype, block_size))
+
+
 def resolve_kv_dtype(dtype: str, kv_cache_dtype: str) -> str:
     """The dtype of the KV cache beside activations of ``dtype``; ``kv_cache_dtype`` as in `state_specs`."""
     assert kv_cache_dtype in ("auto", "float8_e4m3fn"), kv_cache_dtype
@@ -49,8 +57,8 @@ def _ple_states(config: ModelConfig, layer: int, dtype: str) -> list[StateSpec]:
     rows = (config.ple_conv_kernel_size - 1) * config.ngram_size + DRAFT_ROWS
     conv_shape = (NUM_SLOTS, rows, config.stack_width)
     return [
-        _state("ple", layer, StateKind.NGRAM_IDS, ids_shape, "int32", init=config.ngram_eos_token_id),
-        _state("ple", layer, StateKind.PLE_CONV_STATE, conv_shape, dtype),
+        _state(config, "ple", layer, StateKind.NGRAM_IDS, ids_shape, "int32", init=config.ngram_eos_token_id),
+        _state(config, "ple", layer, StateKind.PLE_CONV_STATE, conv_shape, dtype),
     ]
 
 
@@ -64,28 +72,37 @@ def _linear_attention_states(config: ModelConfig, layer: int, dtype: str) -> lis
         StateKind.DRAFT_ROWS: ((2 * DRAFT_ROWS, draft_width), dtype),
         StateKind.COMMITTED_LEN: ((2,), "int32"),
     }
-    return [_state("linear_attn", layer, kind, (NUM_SLOTS, *row), dtype) for kind, (row, dtype) in shapes.items()]
+    return [
+        _state(config, "linear_attn", layer, kind, (NUM_SLOTS, *row), dtype) for kind, (row, dtype) in shapes.items()
+    ]
 
 
 def _full_attention_states(
     config: ModelConfig, layer: int, dtype: str, kv_dtype: str, block_size: int
 ) -> list[StateSpec]:
     kv_shape = (NUM_BLOCKS, 2, block_size, config.num_key_value_heads, config.head_dim)
-    states = [_state("self_attn", layer, StateKind.KV_CACHE, kv_shape, kv_dtype)]
+    states = [_state(config, "self_attn", layer, StateKind.KV_CACHE, kv_shape, kv_dtype)]
     if config.indexer_compress_ratio is not None and config.indexer_head_dim is not None:
         ratio, head_dim = config.indexer_compress_ratio, config.indexer_head_dim
         ring_rows = ratio - 1 + DRAFT_ROWS
         assert block_size % ratio == 0, (block_size, ratio)
         prefix = "self_attn.indexer"
         states += [
-            _state(prefix, layer, StateKind.INDEX_K_CACHE, (NUM_BLOCKS, block_size // ratio, head_dim), dtype),
-            _state(prefix, layer, StateKind.INDEX_K_RING, (NUM_SLOTS, ring_rows, head_dim), dtype),
-            _state(prefix, layer, StateKind.INDEX_POSITION_RING, (NUM_SLOTS, ring_rows, 3), "int32"),
+            _state(config, prefix, layer, StateKind.INDEX_K_CACHE, (NUM_BLOCKS, block_size // ratio, head_dim), dtype),
+            _state(config, prefix, layer, StateKind.INDEX_K_RING, (NUM_SLOTS, ring_rows, head_dim), dtype),
+            _state(config, prefix, layer, StateKind.INDEX_POSITION_RING, (NUM_SLOTS, ring_rows, 3), "int32"),
         ]
     return states
 
 
 def _state(
-    module: str, layer: int, kind: StateKind, shape: tuple[int | str, ...], dtype: str, init: int = 0
+    config: ModelConfig,
+    module: str,
+    layer: int,
+    kind: StateKind,
+    shape: tuple[int | str, ...],
+    dtype: str,
+    init: int = 0,
 ) -> StateSpec:
-    return StateSpec(f"layers.{layer}.{module}.{kind.value}", kind, layer, shape, dtype, init)
+    owner = "mtp.layers.0" if layer == config.draft_layer else f"layers.{layer}"
+    return StateSpec(f"{owner}.{module}.{kind.value}", kind, layer, shape, dtype, init)

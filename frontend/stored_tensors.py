@@ -25,8 +25,9 @@ from qwen4exp_trt.runtime.weight_formats import PACKED_FP4, Part, WeightFormat
 from qwen4exp_trt.runtime.weights import dequantize, transform
 
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_DRAFT_HEAD = "mtp"
 _SET_ASIDE = {
-    "mtp": re.compile(r"^mtp\."),
+    _DRAFT_HEAD: re.compile(r"^mtp\."),
     "vision": re.compile(r"^(model\.)?visual\."),
     "unused": re.compile(r"\b(hashstats_\w+|token_lookup|hyper_connection_mixer\.block_inject_weight)\b"),
 }
@@ -50,10 +51,16 @@ class Problem(StrEnum):
 
 
 class StoredTensors:
-    """Problems are collected, so that `raise_problems` can list all of them."""
+    """Problems are collected, so that `raise_problems` can list all of them.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Tensors of the draft head are set aside unless ``has_draft_head``.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, has_draft_head: bool = False) -> None:
         self.checkpoint = checkpoint
+        self._to_set_aside = {
+            kind: pattern for kind, pattern in _SET_ASIDE.items() if kind != _DRAFT_HEAD or not has_draft_head
+        }
         self.stored: dict[str, str] = {}
         """Canonical name -> name in the checkpoint."""
         self.set_aside: dict[str, list[str]] = {kind: [] for kind in (*_SET_ASIDE, _ACTIVATION_SCALES)}
@@ -64,7 +71,7 @@ class StoredTensors:
             self._add(name)
 
     def _add(self, name: str) -> None:
-        kind = next((kind for kind, pattern in _SET_ASIDE.items() if pattern.search(name)), None)
+        kind = next((kind for kind, pattern in self._to_set_aside.items() if pattern.search(name)), None)
         if kind is not None:
             self.set_aside[kind].append(name)
             return

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK
-from qwen4exp_trt.runtime.specs import WeightRecipe
+from qwen4exp_trt.runtime.specs import Literal, WeightRecipe
 from qwen4exp_trt.runtime.weight_formats import Part, WeightFormat
 from qwen4exp_trt.runtime.weights import transform
 
@@ -82,6 +82,20 @@ def concat_shards(shards: Sequence[StoredWeight]) -> StoredWeight:
         for scale, shard in zip(scales, shards, strict=True)
     ]
     return StoredWeight(shape, value, formats[0], {**parts, Part.SCALES: _concat_rows(repeated)}, shape[0] // group)
+
+
+def select_rows(weight: StoredWeight, rows: Sequence[int]) -> StoredWeight:
+    """Those ``rows`` of a matrix ``[N, K]``; a format with scales for blocks of several rows becomes float."""
+    indices = Literal("int32", (len(rows),), tuple(rows))
+    shape, value = (len(rows), *weight.shape[1:]), transform("select_rows", weight.value, indices)
+    if weight.format not in (WeightFormat.NVFP4, WeightFormat.FP8):
+        return StoredWeight(shape, value, formats=weight.stored_formats)
+    by_row = (Part.CODES, Part.BLOCK_SCALES)
+    parts = {
+        part: transform("select_rows", recipe, indices) if part in by_row else recipe
+        for part, recipe in weight.parts.items()
+    }
+    return StoredWeight(shape, value, weight.format, parts)
 
 
 def _formats(weights: Sequence[StoredWeight]) -> tuple[WeightFormat, ...]:

@@ -1,23 +1,27 @@
 """The weights of the model under their canonical names, and how a checkpoint of any public layout provides them.
 
-A canonical name is the Hugging Face name without prefix: ``layers.3.self_attn.q_proj.weight``.
+A canonical name is the Hugging Face name without prefix: ``layers.3.self_attn.q_proj.weight``, or of the draft head
+``mtp.layers.0.self_attn.q_proj.weight``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.ngram import ngram_hash
 from qwen4exp_trt.frontend.quantized_weights import check_quantization_config
 from qwen4exp_trt.frontend.stored_tensors import Problem, StoredTensors
-from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight, concat_shards, stack_experts
+from qwen4exp_trt.frontend.stored_weights import Shape, StoredWeight, concat_shards, select_rows, stack_experts
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.specs import Source
 
 EMBED_TOKENS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
+DRAFT_LM_HEAD = "mtp.lm_head.weight"
+"""Some rows of `LM_HEAD`, for a draft head with a vocabulary of its own; in no checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +31,22 @@ class ResolvedWeights:
     weights: dict[str, StoredWeight]
     """By canonical name, in the order of `expected_weights`."""
     set_aside: dict[str, list[str]]
-    """Checkpoint tensors that no recipe reads: ``mtp``, ``vision``, ``unused`` (statistics, stray copies) and
-    ``activation scales``."""
+    """Checkpoint tensors that no recipe reads: ``mtp`` (of a draft head that is not asked for), ``vision``, ``unused``
+    (statistics, stray copies) and ``activation scales``."""
 
 
 def expected_weights(config: ModelConfig) -> dict[str, Shape]:
-    """Canonical name -> shape of every weight of the text model."""
+    """Canonical name -> shape of every weight of the text model, and of its draft head if it has one."""
     table = (config.vocab_size, config.hidden_size)
     shapes = {EMBED_TOKENS: table, LM_HEAD: table} | _under("hyper_connection_mixer", _hc_read_shapes(config))
     for layer in range(config.num_hidden_layers):
         shapes |= _under(f"layers.{layer}", _layer_shapes(config, layer))
-    return shapes
+    return shapes | (_under("mtp", _draft_head_shapes(config)) if config.has_draft_head else {})
+
+
+def is_of_draft_head(name: str) -> bool:
+    """Whether a canonical name is of a weight that only the draft head uses."""
+    return name.startswith("mtp.")
 
 
 def _under(prefix: str, shapes: dict[str, Shape]) -> dict[str, Shape]:
@@ -55,6 +64,21 @@ def _layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
     if layer in config.ple_layers:
         shapes |= _under("ple", _ple_shapes(config, layer))
     return shapes | _under("mlp", _mlp_shapes(config))
+
+
+def _draft_head_shapes(config: ModelConfig) -> dict[str, Shape]:
+    hidden = config.hidden_size
+    shapes: dict[str, Shape] = {
+        "fc_embedding.weight": (hidden, hidden),
+        "fc_hidden.weight": (hidden, hidden),
+        "pre_fc_norm_embedding.weight": (hidden,),
+        "pre_fc_norm_hidden.weight": (config.stack_width,),
+    }
+    shapes |= _under("layers.0", _layer_shapes(config, config.draft_layer))
+    shapes |= _under("hyper_connection_mixer", _hc_read_shapes(config))
+    if config.draft_vocab_size is not None:
+        shapes |= {DRAFT_LM_HEAD.removeprefix("mtp."): (config.draft_vocab_size, hidden)}
+    return shapes
 
 
 def _hc_read_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -127,8 +151,12 @@ def _mlp_shapes(config: ModelConfig) -> dict[str, Shape]:
     }
 
 
-def resolve_weights(config: ModelConfig, checkpoint: Checkpoint) -> ResolvedWeights:
+def resolve_weights(
+    config: ModelConfig, checkpoint: Checkpoint, draft_token_ids: Sequence[int] | None = None
+) -> ResolvedWeights:
     """Find every expected weight in ``checkpoint``, whatever format each is stored in.
+
+    ``draft_token_ids`` are the rows of `DRAFT_LM_HEAD`, as many as the config's ``draft_vocab_size``.
 
     Reads the headers, the integers of the n-gram hash and all scales but NVFP4's block scales, which are checked when
     they are read. Raises one `CheckpointError` that lists all tensors that are missing, unexpected, of
@@ -137,8 +165,12 @@ def resolve_weights(config: ModelConfig, checkpoint: Checkpoint) -> ResolvedWeig
     refused at once.
     """
     check_quantization_config(checkpoint.path)
-    tensors = StoredTensors(checkpoint)
-    weights = {name: _resolve(tensors, config, name, shape) for name, shape in expected_weights(config).items()}
+    tensors = StoredTensors(checkpoint, config.has_draft_head)
+    shapes = expected_weights(config)
+    weights = {name: _resolve(tensors, config, name, shape) for name, shape in shapes.items() if name != DRAFT_LM_HEAD}
+    if DRAFT_LM_HEAD in shapes:
+        assert draft_token_ids is not None and len(draft_token_ids) == config.draft_vocab_size
+        weights[DRAFT_LM_HEAD] = select_rows(weights[LM_HEAD], draft_token_ids)
     _check_hash_constants(tensors, config)
     tensors.raise_problems()
     return ResolvedWeights(weights, tensors.set_aside)

@@ -62,11 +62,14 @@ class Verifier:
         return [run_sample(program, sample, weights) for sample in self.samples_for(program)]
 
     def samples_for(self, program: Program) -> list[SampleSteps]:
-        """The samples, with the rows of tables that ``program`` takes as inputs."""
+        """The samples as ``program`` takes them: with the rows of tables, and floats in the dtypes of its inputs."""
+        dtypes = {spec.name: dtype_from_name(spec.dtype) for spec in program.inputs}
 
         def complete(sample: SampleSteps) -> SampleSteps:
             rows = NgramRows(program.inputs, FunctionSource(self.source), sample.extents[NUM_SLOTS])
-            return replace(sample, steps=tuple(map(rows.complete, sample.steps)))
+            steps = (rows.complete(step) for step in sample.steps)
+            cast = ({name: value.to(dtypes.get(name, value.dtype)) for name, value in step.items()} for step in steps)
+            return replace(sample, steps=tuple(cast))
 
         return list(map(complete, self.samples))
 

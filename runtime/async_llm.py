@@ -39,7 +39,8 @@ class AsyncLLM:
         self._llm = LLM(bundle, **options)
         self.manifest, self.tokenizer = self._llm.manifest, self._llm.tokenizer
         self.default_sampling_params = self._llm.default_sampling_params
-        max_open = None if max_waiting is None else max_waiting + self._llm.max_num_seqs
+        self.max_num_seqs = self._llm.max_num_seqs
+        max_open = None if max_waiting is None else max_waiting + self.max_num_seqs
         self._engine = EngineThread(self._llm.core, max_open)
         # At the interpreter's exit as well, before it takes the thread's modules away.
         self._close = weakref.finalize(self, self._engine.close)

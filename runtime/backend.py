@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -13,19 +14,20 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.execute import use_cubins
+from qwen4exp_trt.runtime.bundle_programs import distinct_weights, load_programs, load_token_ids
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
 from qwen4exp_trt.runtime.cuda_device import device_from_name, exact_matmuls, limit_allocations
 from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs, move_inputs
 from qwen4exp_trt.runtime.file_identity import identity_differences
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.load_options import LoadOptions
-from qwen4exp_trt.runtime.manifest import KERNELS_DIR, PROGRAM_DIR, CheckpointRef, Manifest
+from qwen4exp_trt.runtime.manifest import KERNELS_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan, plan_memory
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWindow
 from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.sampler import (
     SAMPLING_INPUTS,
     SampledToken,
@@ -36,8 +38,9 @@ from qwen4exp_trt.runtime.sampler import (
     sample,
     sampling_operands,
 )
-from qwen4exp_trt.runtime.specs import NgramRowsSpec
+from qwen4exp_trt.runtime.specs import NgramRowsSpec, PleResidency
 from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
+from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, real_rows, stack_of, step_result
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
@@ -48,18 +51,25 @@ BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
-    """Runs steps over states that it owns, on ``device``. It may sample as well: see `EagerBackend.sample`."""
+    """Runs steps over states that it owns, on ``device``. It may sample as well: see `EagerBackend.sample_step`."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def states(self) -> StatePool:
-        """Every state that a step updates, also those that are not in the device's memory."""
+        """Every state that a step updates, also those that are not in the device's memory, and those of ``draft``."""
         ...
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
+        """Run one step, update the states, and return float32 logits ``[L, vocab_size]``.
+
+        `UnreadableRowsError` before anything has changed: the step can be run without the sequences that it names.
+        """
+        ...
+
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+        """Say which tokens come after the next step, so that what they need from a disk is read while that runs."""
         ...
 
 
@@ -69,6 +79,8 @@ class EagerBackend:
     On a GPU a step with few tokens of every sequence is one CUDA graph (`DecodeGraphs`), any other op by op. ``states``
     and ``weights`` are those of the program by name, on ``device``; steps are within ``limits``. ``rows`` complete
     their inputs, if the program takes rows of a table that is on disk. ``memory_plan``: what it was loaded by.
+    ``draft`` runs the draft head, if it is loaded. The inputs of a step are on the CPU; ids and the ``stack`` that a
+    draft head takes may be on ``device`` too, and are then copied there.
     """
 
     def __init__(
@@ -78,13 +90,17 @@ class EagerBackend:
         weights: Mapping[str, Tensor],
         limits: EngineLimits,
         device: torch.device,
-        rows: NgramRows | None = None,
+        rows: NgramTable | None = None,
         memory_plan: MemoryPlan | None = None,
+        draft: EagerBackend | None = None,
+        token_ids: Tensor | None = None,
     ) -> None:
-        self.program, self.weights, self.rows, self.device = program, weights, rows, device
-        self.limits, self.memory_plan = limits, memory_plan
-        pool = StatePool(program.states, states)
-        self.states = pool if rows is None else pool.joined(rows.states)
+        self.program, self.weights, self.rows, self.device = program, weights, rows or ResidentTable(), device
+        self.limits, self.memory_plan, self.draft = limits, memory_plan, draft
+        self.token_ids = token_ids
+        """int64 ``[V]`` on the CPU: the ids that the columns of the logits stand for, ascending; None for all ids."""
+        others = [self.rows.states, *([draft.states] if draft is not None else [])]
+        self.states = StatePool(program.states, states).joined(*others)
         self._graphs, self._program_for_few = None, program
         if device.type == "cuda":
             self._program_for_few = with_own_linears(program)
@@ -94,41 +110,56 @@ class EagerBackend:
         """Steps that end with the sampled tokens, by the limit of their ids."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        return self._run(self._completed(inputs))
+        """The logits of `run_step`."""
+        return self.run_step(inputs).logits
 
-    def _completed(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return inputs if self.rows is None else self.rows.complete(inputs)
+    def run_step(self, inputs: Mapping[str, Tensor]) -> StepResult:
+        """Run one step and update the states."""
+        return self._run(self.rows.complete(inputs))
 
-    def _run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+        self.rows.prefetch(windows)
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> StepResult:
+        outputs = self.program.outputs
         if self._graphs is None:
-            return self._execute(inputs)["logits"].float()
+            return step_result(real_rows(outputs, self._execute(inputs), inputs, is_reused=False))
         with torch.cuda.device(self.device), _steps_that_fit(self.device):
             results = self._graphs.run(inputs)
-            if results is None:
-                return self._execute(move_inputs(self.program.inputs, inputs, self.device))["logits"].float()
-            # A copy, since the next step overwrites the graph's memory.
-            return results["logits"][: len(inputs["logits_indices"])].to(torch.float32, copy=True)
+            if results is not None:
+                return step_result(real_rows(outputs, results, inputs, is_reused=True))
+            results = self._execute(move_inputs(self.program.inputs, inputs, self.device))
+            return step_result(real_rows(outputs, results, inputs, is_reused=False))
 
     def sample(
         self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
     ) -> list[SampledToken | None]:
+        """The tokens of `sample_step`."""
+        return self.sample_step(inputs, requests, vocab_limit).tokens
+
+    def sample_step(
+        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+    ) -> SampledStep:
         """Run one step, update the states, and sample as `sampler.sample` does from row i of the logits for request i.
 
         Of a captured step the tokens are all that the host waits for. ``inputs`` may ask for logits of more rows.
         """
-        if self._graphs is None:
-            return sample(self.run(inputs)[: len(requests)], requests, vocab_limit)
-        inputs = self._completed(inputs)
-        with torch.cuda.device(self.device), _steps_that_fit(self.device):
-            results = self._graphs_that_sample(vocab_limit).run({**inputs, **sampling_operands(requests)})
-        if results is not None:
-            return self._report(results, requests, vocab_limit)
-        return sample(self._run(inputs)[: len(requests)], requests, vocab_limit)
+        inputs = self.rows.complete(inputs)
+        if self._graphs is not None:
+            with torch.cuda.device(self.device), _steps_that_fit(self.device):
+                results = self._graphs_that_sample(vocab_limit).run({**inputs, **sampling_operands(requests)})
+                if results is not None:
+                    stacks = [spec for spec in self.program.outputs if spec.name != "logits"]
+                    stack = stack_of(real_rows(stacks, results, inputs, is_reused=True))
+                    return SampledStep(self._report(results, requests, vocab_limit), stack)
+        result = self._run(inputs)
+        return SampledStep(sample(result.logits[: len(requests)], requests, vocab_limit), result.stack)
 
     def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs:
         def execute(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            logits = self._execute(inputs)["logits"]
-            return {"logits": logits, "drawn": draw(logits, logits, inputs, vocab_limit)}
+            results = self._execute(inputs)
+            logits = results["logits"]
+            return {**results, "drawn": draw(logits, logits, inputs, vocab_limit)}
 
         if vocab_limit not in self._sampling_graphs:
             specs = (*self.program.inputs, *SAMPLING_INPUTS)
@@ -163,23 +194,32 @@ def load_eager_backend(
 ) -> EagerBackend:
     """The program of the bundle ``folder`` with its weights, and states of as many pages as `plan_memory` allows.
 
+    A draft head that ``options`` ask for is the result's ``draft``; weights that both use are there once.
     ``runs_engine``: for an engine beside it, whose memory is planned as well.
     """
-    program, limits = load_program(folder / PROGRAM_DIR), manifest.limits
-    plan = plan_memory([program], manifest, options, device, runs_engine)
+    programs, limits = load_programs(folder, manifest, options.with_draft_head), manifest.limits
+    plan = plan_memory(programs, manifest, options, device, runs_engine)
     limit_allocations(plan, device)
     files = open_weight_files(folder, manifest, options.checkpoint)
+    weight_specs = distinct_weights(folder, programs)
+    state_specs = tuple(spec for program in programs for spec in program.states)
     # First, so that a lack of memory shows before weights are read for minutes.
-    states = allocate_states(program.states, plan.num_blocks, limits.num_slots, device)
-    logger.info("loading %d weights from %s", len(program.weights), ", ".join(str(file.path) for file in files))
+    states = allocate_states(state_specs, plan.num_blocks, limits.num_slots, device)
+    logger.info("loading %d weights from %s", len(weight_specs), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
-        weights = load_weights(program.weights, reader, device, options.progress, manifest.host_weights)
-    rows = None
-    if any(isinstance(spec, NgramRowsSpec) for spec in program.inputs):
-        rows = NgramRows(program.inputs, TensorReader(*files), limits.num_slots, options.row_cache_bytes)
+        weights = load_weights(weight_specs, reader, device, options.progress, manifest.host_weights)
+    model, *drafts = programs
+    rows: NgramTable = ResidentTable(PleResidency(manifest.ple_residency))
+    if any(isinstance(spec, NgramRowsSpec) for spec in model.inputs):
+        rows = NgramRows(model.inputs, TensorReader(*files), limits.num_slots, options.row_cache_bytes)
+        rows.measure_disks()
     if device.type == "cuda":
         use_cubins(folder / KERNELS_DIR)
-    return EagerBackend(program, states, weights, limits, device, rows, plan)
+    draft = None
+    if drafts:
+        token_ids = load_token_ids(folder, manifest)
+        draft = EagerBackend(drafts[0], states, weights, limits, device, token_ids=token_ids)
+    return EagerBackend(model, states, weights, limits, device, rows, plan, draft)
 
 
 @contextmanager
@@ -211,9 +251,16 @@ def make_backend(
         raise BundleError(f"the backend {name!r} executes on a GPU; use device 'cuda', or the backend 'eager'")
     trt = load_trt(name)
     check_engine_fits(trt, folder, manifest, chosen)  # before weights are read for minutes
-    loaded = load_eager_backend(folder, manifest, options, chosen, runs_engine=True)
-    parts = loaded.program, loaded.states, loaded.weights, chosen, loaded.rows, loaded.memory_plan
-    return TensorRTBackend(trt, folder, manifest, *parts)
+    return engines_of(trt, folder, manifest, load_eager_backend(folder, manifest, options, chosen, runs_engine=True))
+
+
+def engines_of(trt: ModuleType, folder: Path, manifest: Manifest, loaded: EagerBackend) -> TensorRTBackend:
+    """The engines of the bundle ``folder`` in place of the programs in ``loaded``, over the same states and weights."""
+    bundle, draft = (trt, folder, manifest), None
+    if (own := loaded.draft) is not None:
+        draft = TensorRTBackend(*bundle, own.program, own.states, own.weights, own.device, is_draft=True)
+    parts = loaded.program, loaded.states, loaded.weights, loaded.device, loaded.rows, loaded.memory_plan
+    return TensorRTBackend(*bundle, *parts, draft)
 
 
 def open_weight_files(folder: Path, manifest: Manifest, checkpoint: Path | None) -> list[Checkpoint]:

@@ -49,8 +49,8 @@ class DecodeGraphs:
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Enqueue a step on the current stream; None, and nothing is done, if it is not a decode step.
 
-        ``inputs`` are on the CPU. The results have the padded shape; the rows of the step come first. Nothing here
-        waits for the GPU but the capture of a new shape.
+        ``inputs`` are on the CPU, or on the GPU where only their shape matters to the host. The results have the
+        padded shape; the rows of the step come first. Nothing here waits for the GPU but the capture of a new shape.
         """
         shape = captured_shape(inputs, self._limits)
         if shape is None:
@@ -79,16 +79,20 @@ class DecodeGraphs:
 def move_inputs(
     specs: Sequence[TensorSpec], inputs: Mapping[str, Tensor], device: torch.device
 ) -> Mapping[str, Tensor]:
-    """``inputs`` (on the CPU) on ``device``, as they are."""
-    layout = InputLayout(specs, StepShape.of(inputs))
+    """``inputs`` on ``device``, as they are."""
+    shape = StepShape.of(inputs)
+    there = {spec.name: inputs[spec.name] for spec in specs if inputs[spec.name].device.type != "cpu"}
+    layout = InputLayout([spec for spec in specs if spec.name not in there], shape)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
     _copy_inputs(layout, inputs, buffer)
-    return layout.views(buffer)
+    return {**layout.views(buffer), **there}
 
 
 def _copy_inputs(layout: InputLayout, inputs: Mapping[str, Tensor], target: Tensor) -> None:
-    """Pack ``inputs`` into ``target`` on a GPU by one copy that nobody waits for."""
+    """Pack ``inputs`` into ``target`` on a GPU: what is on the CPU by one copy that nobody waits for."""
+    num_bytes = layout.packed_bytes(inputs)
     # Torch keeps pinned memory from being reused before the copy has ended.
-    staged = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True)
+    staged = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     layout.pack(inputs, staged)
-    target.copy_(staged, non_blocking=True)
+    target[:num_bytes].copy_(staged, non_blocking=True)
+    layout.copy_on_device(inputs, target)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.progress_line import Progress
 
 DEFAULT_ROW_CACHE_BYTES = 64 * 2**20
@@ -21,12 +22,16 @@ class LoadOptions:
     """Where the checkpoint is now; None for where it was at the build."""
     num_blocks: int | None = None
     """Pages of the KV cache; None for a full batch of the longest sequences, or as many as there is memory for."""
+    with_draft_head: bool = False
+    """Whether the bundle's draft head is loaded; it must have one."""
     row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES
     """Memory for rows of an n-gram table that stays on disk."""
     memory_reserve_bytes: int | None = None
     """Of the host's memory, what is left to the rest of the system; None for `default_reserve`."""
+    prefix_cache: PrefixCacheOptions | None = None
+    """What the caller keeps of states beside the backend; None for nothing."""
     other_uses: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that the caller takes beside the backend, by what for."""
+    """Bytes that the caller takes besides, by what for."""
     progress: Progress | None = None
     """Is called with the bytes of weights that are loaded, and the bytes of all."""
 

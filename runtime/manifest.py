@@ -27,6 +27,10 @@ ENGINE_FILE = "decoder.engine"
 ONNX_FILE = "decoder.onnx"
 LAYERS_FILE = "layers.json"
 KERNELS_DIR = "kernels"
+DRAFT_DIR = "mtp"
+"""The draft head's program, ONNX, engine and layers, under the names that those of the model have beside it."""
+TOKEN_IDS_FILE = f"{DRAFT_DIR}/token_ids.json"
+"""The ids that the columns of a draft head's logits stand for, ascending; only there if they are not all."""
 
 FORMAT_VERSION = 1
 
@@ -61,6 +65,19 @@ class FileRef:
     def of(cls, path: Path) -> FileRef:
         with path.open("rb") as file:
             return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftHead:
+    """The bundle's draft head."""
+
+    vocab_size: int
+    """Columns of its logits."""
+    has_token_ids: bool
+    """Whether they stand for some ids only, those in `TOKEN_IDS_FILE`."""
+    profiles: dict[str, Any]
+    """Of its engine, in engine order."""
+    passes: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +120,8 @@ class Manifest:
     """Version of every op that the program may call."""
     profiles: dict[str, Any]
     passes: list[dict[str, Any]]
+    draft: DraftHead | None
+    """None for a bundle without a draft head."""
     tools: dict[str, str]
     files: dict[str, FileRef]
 
@@ -130,6 +149,7 @@ class Manifest:
         values = dict(data)
         for name, kind in (("checkpoint", CheckpointRef), ("converted", CheckpointRef), ("calibration", Calibration)):
             values[name] = None if values[name] is None else _check_types(kind.from_json(values[name]))
+        values["draft"] = None if values["draft"] is None else _check_types(DraftHead(**values["draft"]))
         values["limits"] = EngineLimits(**values["limits"])
         values["stop_token_ids"] = tuple(map(operator.index, values["stop_token_ids"]))
         values["files"] = {name: FileRef(**ref) for name, ref in values["files"].items()}
@@ -153,8 +173,13 @@ class Manifest:
 
     def _required_files(self) -> set[str]:
         """What a bundle cannot be without."""
-        program = {f"{PROGRAM_DIR}/{GRAPH_FILE}", f"{PROGRAM_DIR}/{TABLES_FILE}"}
-        return program if self.target is None else program | {ENGINE_FILE, LAYERS_FILE}
+        names = {f"{PROGRAM_DIR}/{GRAPH_FILE}", f"{PROGRAM_DIR}/{TABLES_FILE}"}
+        if self.target is not None:
+            names |= {ENGINE_FILE, LAYERS_FILE}
+        if self.draft is not None:
+            names |= {f"{DRAFT_DIR}/{name}" for name in names}
+            names |= {TOKEN_IDS_FILE} if self.draft.has_token_ids else set()
+        return names
 
 
 def _check_types(instance: _T) -> _T:

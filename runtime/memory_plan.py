@@ -16,9 +16,10 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.host_memory import available_memory, total_memory
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.load_options import LoadOptions
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.specs import DTYPE_BYTES, NgramRowsSpec, PleResidency
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES, NgramRowsSpec, PleResidency, extent_of
 from qwen4exp_trt.runtime.state_pool import state_bytes
 
 logger = logging.getLogger(__name__)
@@ -168,11 +169,20 @@ def _fixed_uses(
 ) -> list[MemoryUse]:
     """All but the states."""
     limits, is_gpu = manifest.limits, device.type == "cuda"
+    states = [state for program in programs for state in program.states]
+    files = [manifest.files.get(name) for name in (ENGINE_FILE, f"{DRAFT_DIR}/{ENGINE_FILE}")]
+    engines = [0 if file is None else file.size for file in files]
     weights = {spec.name: spec.tensor.num_bytes({}) for program in programs for spec in program.weights}
     on_host = sum(size for name, size in weights.items() if name in manifest.host_weights)
     tables = [spec for program in programs for spec in program.inputs if isinstance(spec, NgramRowsSpec)]
     staged = sum(staged_row_bytes(spec, limits) for spec in tables)
-    logits = limits.max_logits_rows * manifest.vocab_size * (DTYPE_BYTES["float32"] + DTYPE_BYTES["bfloat16"])
+    rows = {"L": limits.max_logits_rows, "T": limits.max_step_tokens}
+    outputs = [output for program in programs for output in program.outputs]
+    results = sum(output.num_bytes(rows) for output in outputs)
+    # Besides, what is read of them: logits in float32, and copies of stacks.
+    results += sum(
+        extent_of(output.shape[0], rows) * int(output.shape[1]) * DTYPE_BYTES["float32"] for output in outputs
+    )
     return [
         MemoryUse("weights", sum(weights.values()) - on_host),
         MemoryUse("n-gram table in the host's memory", on_host, is_on_host=True),
@@ -180,10 +190,22 @@ def _fixed_uses(
         # Looked up, and for a GPU packed in pinned memory, of which torch makes powers of two.
         MemoryUse("n-gram rows of a step, on the host", staged * (1 + 2 * is_gpu), is_on_host=True),
         MemoryUse("n-gram rows of a step", staged * is_gpu),
-        MemoryUse("activations and logits of a step", manifest.activation_bytes + logits),
-        MemoryUse("engine", manifest.files[ENGINE_FILE].size if runs_engine else 0),
+        MemoryUse("activations and results of a step", manifest.activation_bytes + results),
+        MemoryUse("engine", sum(engines[: len(programs)]) if runs_engine else 0),
         MemoryUse("CUDA context and buffers" if is_gpu else "buffers", _overhead(is_gpu)),
         *(MemoryUse(name, size) for name, size in options.other_uses.items()),
+        *_cache_uses(options.prefix_cache, limits, state_bytes(states, 0, 1)),
+    ]
+
+
+def _cache_uses(options: PrefixCacheOptions | None, limits: EngineLimits, slot_bytes: int) -> list[MemoryUse]:
+    """What the prefix cache may grow to."""
+    if options is None:
+        return []
+    return [
+        MemoryUse("prefix cache: snapshots", options.device_bytes(limits.num_slots, slot_bytes)),
+        MemoryUse("prefix cache: host tier", options.host_cache_bytes, is_on_host=True),
+        MemoryUse("prefix cache: queue of the disk", options.queue_bytes(slot_bytes), is_on_host=True),
     ]
 
 

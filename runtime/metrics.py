@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -106,7 +107,7 @@ class Counter:
     name: str
     documentation: str
     label: str | None = None
-    _values: dict[str, float] = field(default_factory=dict)
+    _values: defaultdict[str, float] = field(default_factory=lambda: defaultdict(int))
 
     def __post_init__(self) -> None:
         if self.label is None:
@@ -114,7 +115,7 @@ class Counter:
 
     def add(self, amount: float = 1, value: str = "") -> None:
         """Count ``amount`` under the label's ``value``."""
-        self._values[value] = self._values.get(value, 0) + amount
+        self._values[value] += amount
 
     def total(self) -> float:
         """Over all values of the label."""

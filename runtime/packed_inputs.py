@@ -1,4 +1,7 @@
-"""The inputs of a step in one buffer, padded to fixed sizes, so that one copy brings them to a GPU."""
+"""The inputs of a step in one buffer, padded to fixed sizes, so that one copy brings them to a GPU.
+
+Those that are on the GPU already, such as the stacks that a draft head takes, are copied there.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
-from qwen4exp_trt.runtime.specs import TensorSpec, extent_of
+from qwen4exp_trt.runtime.specs import STACK, TensorSpec, extent_of
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 _ALIGNMENT = 256
@@ -70,7 +73,7 @@ class InputLayout:
         self._places: dict[str, _Place] = {}
         self.num_bytes = 0
         """Of the buffer."""
-        for spec in specs:
+        for spec in sorted(specs, key=lambda spec: spec.name == STACK):  # last, as it is large and seldom on the CPU
             end = self.num_bytes + spec.num_bytes(shape.dims)
             extents = tuple(extent_of(dim, shape.dims) for dim in spec.shape)
             self._places[spec.name] = _Place(slice(self.num_bytes, end), dtype_from_name(spec.dtype), extents)
@@ -80,18 +83,33 @@ class InputLayout:
         """The inputs in ``buffer`` (uint8)."""
         return {name: buffer[place.bytes].view(place.dtype).view(place.extents) for name, place in self._places.items()}
 
+    def packed_bytes(self, inputs: Mapping[str, Tensor]) -> int:
+        """How much of the buffer `pack` needs: up to the last of the ``inputs`` that are on the CPU."""
+        return max(place.bytes.stop for name, place in self._places.items() if inputs[name].device.type == "cpu")
+
     def pack(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
-        """Write ``inputs`` (on the CPU) into ``buffer`` (likewise), behind them what pads a step to the shape.
+        """Write those of ``inputs`` that are on the CPU into ``buffer`` (likewise), behind them what pads a step to the
+        shape.
 
         Padding sequences have no rows, no tokens and no pages; ``num_seqs`` of the inputs does not count them.
         """
         elements = buffer.numpy()
         for name, place in self._places.items():
+            if inputs[name].device.type != "cpu":
+                elements[place.bytes] = 0  # what pads it; the rest is copied on the GPU
+                continue
             source = inputs[name].view(_BITS[place.dtype.itemsize]).numpy()
             target = elements[place.bytes].view(source.dtype).reshape(place.extents)
             if source.shape != place.extents:
                 target[...] = _padding(name, source)
             target[tuple(slice(extent) for extent in source.shape)] = source
+
+    def copy_on_device(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
+        """Copy those of ``inputs`` that are on the GPU into ``buffer`` there. Rows of padding stay what they are."""
+        views = self.views(buffer)
+        for name, value in inputs.items():
+            if name in views and value.device.type != "cpu":
+                views[name][tuple(slice(extent) for extent in value.shape)].copy_(value)
 
     def padding(self) -> Tensor:
         """A buffer (on the CPU) of a step that is padding only: it changes no state."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK
-from qwen4exp_trt.runtime.recipe_rows import NotByRows, as_dtype, rows_of
+from qwen4exp_trt.runtime.recipe_rows import NotByRows, as_dtype, rows_of, selected_rows
 from qwen4exp_trt.runtime.recipe_shapes import RecipeShapes
 from qwen4exp_trt.runtime.specs import Literal, Source, Transform, WeightRecipe
 
@@ -100,8 +101,12 @@ def _groups_of_rows(recipe: WeightRecipe, target: Tensor, shapes: RecipeShapes) 
 def with_joins_outside(recipe: WeightRecipe, shapes: RecipeShapes) -> WeightRecipe:
     """``recipe`` with its elementwise transforms moved into the joins and reshapes that they follow.
 
-    A cast of a stack is the stack of casts; so what is behind a join needs no memory for all of it.
+    A cast of a stack is the stack of casts; so what is behind a join needs no memory for all of it. A selection of rows
+    is a join of those rows, so that no others are read.
     """
+    if isinstance(recipe, Transform) and recipe.op == "select_rows":
+        with suppress(NotByRows):
+            return selected_rows(recipe, 0, shapes.shape(recipe)[0], shapes)
     if not isinstance(recipe, Transform) or recipe.op not in _ELEMENTWISE:
         return recipe
     inner = with_joins_outside(recipe.inputs[0], shapes)

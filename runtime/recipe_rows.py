@@ -139,6 +139,16 @@ def _dequantize_nvfp4(recipe: Transform, start: int, stop: int, shapes: RecipeSh
     return _joined(parts)
 
 
+def selected_rows(recipe: Transform, start: int, stop: int, shapes: RecipeShapes) -> WeightRecipe:
+    """Rows ``start`` to ``stop`` of a ``select_rows``: the runs of neighbours among them, joined."""
+    inner, indices = recipe.inputs
+    if not isinstance(indices, Literal):
+        raise _not_by_rows(recipe, "which rows are selected is no constant")
+    rows = [int(index) for index in indices.values[start:stop]]
+    first = [0, *(at for at in range(1, len(rows)) if rows[at] != rows[at - 1] + 1), len(rows)]
+    return _joined([rows_of(inner, rows[begin], rows[end - 1] + 1, shapes) for begin, end in pairwise(first)])
+
+
 def _cut(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
     """Rows that each lie within one group of ``size`` rows, or are whole groups."""
     first, last = -(-start // size) * size, stop // size * size
@@ -155,6 +165,7 @@ _RULES: dict[str, Callable[[Transform, int, int, RecipeShapes], WeightRecipe]] =
     "stack": _stack,
     "reshape": _reshape,
     "expand": _expand,
+    "select_rows": selected_rows,
     "dequantize_fp8": _dequantize_fp8,
     "dequantize_fp8_blocks": _dequantize_fp8_blocks,
     "dequantize_nvfp4": _dequantize_nvfp4,

@@ -92,6 +92,11 @@ def _describe_stack(recipe: Transform, inputs: Sequence[Described]) -> Described
     return (len(inputs), *shape), reduce(torch.promote_types, (dtype for _, dtype in inputs))
 
 
+def _describe_selected_rows(recipe: Transform, inputs: Sequence[Described]) -> Described:
+    (shape, dtype), (indices, _) = inputs
+    return (*indices, *shape[1:]), dtype
+
+
 def _describe_dequantized_fp8(recipe: Transform, inputs: Sequence[Described]) -> Described:
     (shape, _), (scale_shape, _) = inputs
     _check_broadcast(scale_shape, shape)
@@ -126,6 +131,7 @@ _RULES: dict[str, Callable[[Transform, Sequence[Described]], Described]] = {
     "check_block_scales": _describe_same,
     "concat": _describe_concat,
     "stack": _describe_stack,
+    "select_rows": _describe_selected_rows,
     "dequantize_fp8": _describe_dequantized_fp8,
     "dequantize_fp8_blocks": _describe_dequantized_fp8_blocks,
     "dequantize_nvfp4": _describe_dequantized_nvfp4,

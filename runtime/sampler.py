@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +31,9 @@ SAMPLING_INPUTS = tuple(
     )
 )
 """What ``q4e::sample_tokens`` takes for each row of logits. Zeros are greedy."""
-_NUMPY_DTYPES = {"float32": np.float32, "int32": np.int32, "int64": np.uint64}
-"""Seeds have all 64 bits."""
+_FILTERS = ("temperatures", "top_k", "top_p", "min_p")
+"""Those that are of the parameters: `SamplingParams.filters`."""
+_NUMPY_DTYPES = {"temperatures": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
 
 
 class NoiseStream(IntEnum):
@@ -53,7 +53,7 @@ class NoiseStream(IntEnum):
         return self << 24 | index
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: there is one a token, and freezing triples what it takes to make it
 class SampledToken:
     """A sampled token and, from the raw logits, its log-probability and rank (1 = most likely).
 
@@ -95,7 +95,7 @@ class TokenHistory:
         return self._masks
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, as above: there is one a row
 class SampleRequest:
     """What decides about the next token of one request besides its logits."""
 
@@ -113,9 +113,14 @@ class SampleRequest:
         """Whether the token comes from the logits as they are."""
         return not self.params.has_penalties and self.drafted is None
 
+    @property
+    def num_tokens(self) -> int:
+        """How many the output has before the row's."""
+        return self.history.num_output_tokens + len(self.ahead)
+
     def offset(self, stream: NoiseStream) -> int:
         """Of the draw of the row's token."""
-        return stream.offset(self.history.num_output_tokens + len(self.ahead))
+        return stream.offset(self.num_tokens)
 
 
 def seed_of(params: SamplingParams) -> int:
@@ -170,18 +175,14 @@ def _verify_drafts(
 
 def sampling_operands(requests: Sequence[SampleRequest]) -> dict[str, Tensor]:
     """The `SAMPLING_INPUTS` of one row for each request, on the CPU."""
-    params = [request.params for request in requests]
-    values: dict[str, list[Any]] = {
-        "temperatures": [0.0 if each.is_greedy else each.temperature for each in params],
-        "top_k": [each.top_k for each in params],
-        "top_p": [each.top_p for each in params],
-        "min_p": [each.min_p for each in params],
-        "seeds": [request.seed % 2**64 for request in requests],
-        "offsets": [request.offset(NoiseStream.SAMPLE) for request in requests],
+    filters = np.array([request.params.filters for request in requests]).reshape(-1, len(_FILTERS)).T
+    arrays = {
+        **{name: column.astype(_NUMPY_DTYPES[name]) for name, column in zip(_FILTERS, filters, strict=True)},
+        "seeds": np.array([request.seed % 2**64 for request in requests], dtype=np.uint64).view(np.int64),
+        "offsets": np.array([request.num_tokens for request in requests], dtype=np.int32)
+        + NoiseStream.SAMPLE.offset(0),
     }
-    arrays = {spec.name: np.array(values[spec.name], dtype=_NUMPY_DTYPES[spec.dtype]) for spec in SAMPLING_INPUTS}
-    arrays["seeds"] = arrays["seeds"].view(np.int64)
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return {spec.name: torch.from_numpy(arrays[spec.name]) for spec in SAMPLING_INPUTS}
 
 
 def draw(logits: Tensor, raw_logits: Tensor, operands: Mapping[str, Tensor], vocab_limit: int | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, NoReturn, TypeGuard
 
@@ -81,7 +82,12 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature < _GREEDY_BELOW
 
-    @property
+    @cached_property
+    def filters(self) -> tuple[float, int, float, float]:
+        """What ``q4e::sample_tokens`` takes of this: temperature (0 if greedy), top-k, top-p and min-p."""
+        return 0.0 if self.is_greedy else self.temperature, self.top_k, self.top_p, self.min_p
+
+    @cached_property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0
 

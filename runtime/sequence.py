@@ -75,8 +75,10 @@ class Sequence:
 
     def row_requests(self, num_drafts: int) -> list[SampleRequest]:
         """What decides about the tokens of a step's rows: of the last token, and of the first ``num_drafts`` drafts."""
-        drafts, probs = self.draft_token_ids[:num_drafts], self.draft_probs
-        requests = [replace(self.sample_request, ahead=tuple(drafts[:row])) for row in range(num_drafts + 1)]
+        base, drafts, probs = self.sample_request, tuple(self.draft_token_ids[:num_drafts]), self.draft_probs
+        requests = [base]
+        for row in range(1, num_drafts + 1):
+            requests.append(SampleRequest(base.params, base.history, base.seed, drafts[:row]))
         if probs is not None:
             for row, token_id in enumerate(drafts):
                 requests[row] = replace(requests[row], drafted=DraftedToken(token_id, probs[row]))
@@ -92,15 +94,15 @@ class Sequence:
 
     def append(self, sampled: SampledToken) -> None:
         """Take the next token."""
-        token_id = sampled.token_id
+        token_id, out, detokenizer = sampled.token_id, self._output, self._detokenizer
         self.token_ids.append(token_id)
         self.sample_request.history.append(token_id)
-        new_text = self._detokenizer.feed(token_id) if self._detokenizer else ""
-        update = self._stop_checker.feed(token_id, new_text)
-        out = self._output
-        rest = self._detokenizer.flush() if update.finish_reason == "length" and self._detokenizer else ""
-        out.texts.append(update.text + rest)
-        out.finish_reason, out.stop_reason = update.finish_reason, update.stop_reason
+        update = self._stop_checker.feed(token_id, detokenizer.feed(token_id) if detokenizer else "")
+        text = update.text
+        if update.finish_reason is not None:
+            out.finish_reason, out.stop_reason = update.finish_reason, update.stop_reason
+            text += detokenizer.flush() if update.finish_reason == "length" and detokenizer else ""
+        out.texts.append(text)
         out.cumulative_logprob += sampled.logprob
         entry = logprobs_from_sampled(sampled, self._tokenizer)
         if entry is not None:

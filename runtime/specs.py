@@ -19,6 +19,10 @@ STEP_DIMS = ("T", "B", "B_plus_1", "L", "max_blocks")
 """The dynamic dims of inputs and outputs: tokens, sequences, one more than these, rows of logits, and pages of the
 longest sequence."""
 
+STACK, NEXT_STACK = "stack", "next_stack"
+"""The residual stack behind the model's last layer, an output of its program and an input of the draft head's; and the
+draft head's own, which is its input when it drafts another token."""
+
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "int32": 4, "int64": 8, "float8_e4m3fn": 1, "float4_e2m1fn_x2": 1}
 """Bytes of what a shape counts, which is a pair of elements in torch's packed FP4."""
 

@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "abort"]
 """A stop token or string, the longest length, or somebody who did not want the rest."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: there is one a token
 class StopUpdate:
     """The text to show after one token and, with the last token, why the output ends.
 
@@ -57,6 +57,8 @@ class StopChecker:
         self._num_left -= 1
         if token_id in self._stop_token_ids:
             return self._finish(self._held_back + (new_text if self._include_stop else ""), "stop", token_id)
+        if not self._stop_strings and self._num_left:
+            return StopUpdate(new_text)
         text = self._held_back + new_text
         match = self._first_match(text)
         if match is not None:

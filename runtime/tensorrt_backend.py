@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -14,18 +14,21 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.spec import element_shape
 from qwen4exp_trt.plugins.tensorrt import register_creators
+from qwen4exp_trt.runtime.bundle_programs import load_token_ids
 from qwen4exp_trt.runtime.engine_tensors import check_io_tensors
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan
-from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWindow
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.sampler import SampleRequest, sample
 from qwen4exp_trt.runtime.state_pool import StatePool
+from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, real_rows, step_result
 from qwen4exp_trt.runtime.trt_log import make_log
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 
 class TensorRTBackend:
-    """Runs the engine of the bundle ``folder`` over buffers of this process.
+    """Runs an engine of the bundle ``folder`` over buffers of this process: the model's, or its draft head's.
 
     ``trt`` is the TensorRT module; ``program`` says what the engine's tensors are; ``states`` and ``weights`` are bound
     by name and stay where they are, on ``device`` or in host memory that it reads; ``rows`` complete the inputs of
@@ -43,20 +46,27 @@ class TensorRTBackend:
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         device: torch.device,
-        rows: NgramRows | None = None,
+        rows: NgramTable | None = None,
         memory_plan: MemoryPlan | None = None,
+        draft: TensorRTBackend | None = None,
+        is_draft: bool = False,
     ) -> None:
         check_engine_fits(trt, folder, manifest, device)
-        self.trt, self.program, self.weights, self.rows = trt, program, weights, rows
-        pool = StatePool(program.states, states)
-        self.states = pool if rows is None else pool.joined(rows.states)
+        self.trt, self.program, self.weights, self.rows = trt, program, weights, rows or ResidentTable()
+        others = [self.rows.states, *([draft.states] if draft is not None else [])]
+        self.states = StatePool(program.states, states).joined(*others)
         self.memory_plan = memory_plan
         self.device, self.stream = device, None if device.type == "cpu" else torch.cuda.Stream(device)
         self.log = make_log(trt)
-        self.engine = self._deserialize(folder / ENGINE_FILE)
-        check_io_tensors(folder, trt, self.engine, program)
-        self.profiles = manifest.profiles
-        extents = {"L": manifest.limits.max_logits_rows}
+        part = folder / DRAFT_DIR if is_draft else folder
+        self.engine = self._deserialize(part / ENGINE_FILE)
+        check_io_tensors(part, trt, self.engine, program)
+        assert not is_draft or manifest.draft is not None, folder
+        self.profiles = manifest.draft.profiles if is_draft and manifest.draft else manifest.profiles
+        self.draft = draft
+        self.token_ids = load_token_ids(folder, manifest) if is_draft else None
+        """As that of `EagerBackend`."""
+        extents = {"L": manifest.limits.max_logits_rows, "T": manifest.limits.max_step_tokens}
         self.outputs = {
             spec.name: torch.empty(
                 [extents[dim] if isinstance(dim, str) else dim for dim in spec.shape],
@@ -67,10 +77,24 @@ class TensorRTBackend:
         }
         self._activations = self._allocate_activations()
         self.contexts = {name: self._make_context(index, name) for index, name in enumerate(self.profiles)}
+        if draft is not None:  # only one of the two runs at a time
+            smaller, larger = sorted((self, draft), key=lambda backend: backend._activations.nbytes)
+            smaller._use_activations(larger._activations)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
-        inputs = inputs if self.rows is None else self.rows.complete(inputs)
+        """The logits of `run_step`."""
+        return self.run_step(inputs).logits
+
+    def sample_step(
+        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+    ) -> SampledStep:
+        """Run one step, update the states, and sample as `sampler.sample` does: from row i for request i."""
+        result = self.run_step(inputs)
+        return SampledStep(sample(result.logits[: len(requests)], requests, vocab_limit), result.stack)
+
+    def run_step(self, inputs: Mapping[str, Tensor]) -> StepResult:
+        """Run one step and update the states."""
+        inputs = self.rows.complete(inputs)
         profile = self._profile_for(inputs)
         context = self.contexts[profile]
         with self._on_stream():
@@ -79,11 +103,13 @@ class TensorRTBackend:
                 self._check(context.set_input_shape(name, tuple(tensor.shape)), f"set the shape of {name}")
                 self._check(context.set_tensor_address(name, tensor.data_ptr()), f"bind {name}")
             self._check(context.execute_async_v3(self._stream_handle()), f"execute the profile {profile}")
-            rows = len(inputs["logits_indices"])
-            logits = self.outputs["logits"][:rows].to(torch.float32, copy=True)
+            result = step_result(real_rows(self.program.outputs, self.outputs, inputs, is_reused=True))
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        return logits
+        return result
+
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+        self.rows.prefetch(windows)
 
     def _profile_for(self, inputs: Mapping[str, Tensor]) -> str:
         """The first profile whose ranges hold the shapes of ``inputs``."""
@@ -105,6 +131,11 @@ class TensorRTBackend:
         """What the most demanding profile needs."""
         sizes = [self.engine.get_device_memory_size_for_profile_v2(index) for index in range(len(self.profiles))]
         return torch.empty(max([*sizes, 1]), dtype=torch.uint8, device=self.device)
+
+    def _use_activations(self, memory: Tensor) -> None:
+        self._activations = memory
+        for context in self.contexts.values():
+            context.set_device_memory(memory.data_ptr(), memory.nbytes)
 
     def _make_context(self, index: int, profile: str) -> Any:
         """The context of a profile, with every address bound that no step changes."""

@@ -38,6 +38,8 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         }
         self._bytes_by_id: dict[int, bytes] = {}
+        self.added_token_ids = tuple(sorted(backend.get_added_tokens_decoder()))
+        """Of the tokens that are no pieces of text: special ones, tags of chats and tools."""
         self.vocab_size = max(backend.get_vocab().values()) + 1
         """One more than the largest id of any token, added tokens included."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError, CheckpointError, PluginError
 from qwen4exp_trt.plugins.number_formats import dequantize_fp8_blocks, dequantize_nvfp4
 from qwen4exp_trt.runtime.specs import Literal, Source, Transform, WeightRecipe
-from qwen4exp_trt.runtime.weight_formats import DEQUANTIZE, Part, WeightFormat
+from qwen4exp_trt.runtime.weight_formats import DEQUANTIZE, PACKED_FP4, Part, WeightFormat
 
 
 def dtype_from_name(name: str) -> torch.dtype:
@@ -44,6 +44,14 @@ def _check_block_scales(inputs: list[Tensor]) -> Tensor:
     return scales
 
 
+def _select_rows(inputs: list[Tensor]) -> Tensor:
+    """Those rows of a matrix whose indices the second input has."""
+    matrix, indices = inputs
+    if matrix.dtype == dtype_from_name(PACKED_FP4):  # which torch does not index
+        return matrix.view(torch.uint8)[indices.long()].view(matrix.dtype)
+    return matrix[indices.long()]
+
+
 def name_from_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -57,6 +65,7 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "reshape": lambda inputs, shape: inputs[0].reshape(shape),
     "view": lambda inputs, dtype: inputs[0].view(dtype_from_name(dtype)),
     "expand": lambda inputs, shape: inputs[0].expand(shape),
+    "select_rows": _select_rows,
     "dequantize_fp8": _dequantize_fp8,
     "dequantize_fp8_blocks": lambda inputs: dequantize_fp8_blocks(*inputs),
     "dequantize_nvfp4": _dequantize_nvfp4,

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from draft_head_reference import DraftHeadReference
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 _NORM_GAIN_STD = 0.3
@@ -123,11 +125,24 @@ def build_hf_model(config_dict: dict[str, Any], seed: int = 0, dtype: str = "flo
 
 
 def write_hf_checkpoint(path: Path, config_dict: dict[str, Any], seed: int = 0, dtype: str = "float32") -> Any:
-    """Save `build_hf_model` to ``path`` as transformers writes it (config.json, safetensors), and return the model."""
+    """Save `build_hf_model` to ``path`` as transformers writes it (config.json, safetensors), and return the model.
+
+    A config with ``mtp_num_hidden_layers`` gets the tensors of a draft head as well, of which transformers has none.
+    """
     model = build_hf_model(config_dict, seed, dtype)
     model.config.get_text_config().dtype = getattr(torch, dtype)
     model.save_pretrained(path)
+    if config_dict.get("text_config", config_dict).get("mtp_num_hidden_layers"):
+        file = path / "model.safetensors"
+        save_file(load_file(file) | build_draft_head(config_dict, seed, dtype).tensors(), file, {"format": "pt"})
     return model
+
+
+def build_draft_head(config_dict: dict[str, Any], seed: int = 0, dtype: str = "float32") -> DraftHeadReference:
+    """The draft head of `write_hf_checkpoint`."""
+    head = DraftHeadReference(config_dict.get("text_config", config_dict))
+    randomize_parameters(head, seed + 1)
+    return head.to(getattr(torch, dtype)).eval()
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model_zoo import build_hf_model, tiny_config_dict
+from model_zoo import build_draft_head, build_hf_model, tiny_config_dict
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -110,12 +110,18 @@ class Release:
     hf_quant_config: dict[str, Any] | None = None
     others: dict[str, Store] = field(default_factory=dict)
     """Part of a name -> how those weights are stored; BF16 where there is none."""
+    draft_experts: Store | None = store_fp8_blocks
+    """Of the draft head; None for BF16 in one tensor."""
 
 
 RELEASES = {
     "FP8": Release(store_fp8_blocks, store_fp8, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "NVFP4 experts, FP8 table": Release(store_nvfp4, store_fp8, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
-    "NVFP4 experts, BF16 table": Release(store_nvfp4, store_bf16, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "NVFP4 experts, FP8 table": Release(
+        store_nvfp4, store_fp8, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, draft_experts=None
+    ),
+    "NVFP4 experts, BF16 table": Release(
+        store_nvfp4, store_bf16, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, draft_experts=store_nvfp4
+    ),
     "mixed precision": Release(
         store_nvfp4,
         store_nvfp4,
@@ -154,8 +160,9 @@ def quantize_tensors(tensors: dict[str, Tensor], release: Release) -> QuantizedT
     """``tensors``: the weights and buffers of a text model in transformers' names, without prefix."""
     result = QuantizedTensors()
     for name, tensor in tensors.items():
-        if ".experts." in name:
-            _add_experts(result, name, tensor, release.experts)
+        store_experts = release.draft_experts if name.startswith("mtp.") else release.experts
+        if ".experts." in name and store_experts is not None:
+            _add_experts(result, name, tensor, store_experts)
         elif name.endswith(f"{TABLE}.weight"):
             _add_table(result, name.removesuffix(".weight"), tensor, release.table)
         elif not tensor.is_floating_point():
@@ -195,7 +202,7 @@ def _add_table(result: QuantizedTensors, module: str, table: Tensor, store: Stor
 
 
 def mtp_tensors(store: Store) -> dict[str, Tensor]:
-    """A few tensors of a draft layer, its experts stored by ``store``."""
+    """A few tensors of a draft head, its experts stored by ``store``, for a config that has none."""
     experts = {
         f"mtp.layers.0.mlp.experts.{e}.down_proj.{suffix}": tensor
         for e in range(2)
@@ -207,10 +214,11 @@ def mtp_tensors(store: Store) -> dict[str, Tensor]:
 def save_quantized(folder: Path, tensors: QuantizedTensors, release: Release, config: dict[str, Any]) -> None:
     """Write the checkpoint in two files, under the released names."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {name: name if name.startswith("lm_head.") else f"model.language_model.{name}" for name in tensors.stored}
-    stored = {names[name]: tensor.contiguous() for name, tensor in tensors.stored.items()} | mtp_tensors(
-        release.experts
-    )
+    at_top = ("lm_head.", "mtp.")
+    names = {name: name if name.startswith(at_top) else f"model.language_model.{name}" for name in tensors.stored}
+    stored = {names[name]: tensor.contiguous() for name, tensor in tensors.stored.items()}
+    if not config.get("mtp_num_hidden_layers"):
+        stored |= mtp_tensors(release.experts)
     for number in range(2):
         shard = {name: tensor for i, (name, tensor) in enumerate(stored.items()) if i % 2 == number}
         save_file(shard, folder / f"model-{number}.safetensors")
@@ -252,6 +260,8 @@ def write_quantized(folder: Path, release: str, config: dict[str, Any], seed: in
     """Write a random model as a release of `RELEASES` would hold it."""
     model = build_hf_model(config, seed)
     state = {name.removeprefix("model."): tensor.clone() for name, tensor in model.state_dict().items()}
+    if config.get("mtp_num_hidden_layers"):
+        state |= build_draft_head(config, seed).tensors()
     tensors = quantize_tensors(state, RELEASES[release])
     save_quantized(folder, tensors, RELEASES[release], config)
     return tensors

@@ -29,8 +29,9 @@ class ReleasedExport:
     """How much the largest resident size of the process grew."""
 
 
-def released_config() -> ModelConfig:
-    return ModelConfig.from_file(RELEASED_CONFIG)
+def released_config(has_draft_head: bool = False) -> ModelConfig:
+    config = ModelConfig.from_file(RELEASED_CONFIG)
+    return config if has_draft_head else config.without_draft_head()
 
 
 def export_released() -> ReleasedExport:
@@ -44,20 +45,21 @@ def _peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-EXPERTS = r"\.mlp\.experts\."
+EXPERTS = r"^layers.*\.mlp\.experts\."
 TABLE = r"\.ngram_embedding\."
 NGRAM = r"\.ple\.(key|value)_proj\."
-SHARED_EXPERTS = r"\.shared_expert\."
+SHARED_EXPERTS = r"^layers.*\.shared_expert\."
 LINEAR_ATTENTION = r"\.linear_attn\.(in_proj_qkv|in_proj_z|out_proj)\."
-ATTENTION = r"\.self_attn\.[qkvo]_proj\."
-INDEXER = r"\.index_qk_proj\."
-HYPER_CONNECTIONS = r"\.(input_mix_weight_down|input_mix_weight_up|block_inject_weight)\."
+ATTENTION = r"^layers.*\.self_attn\.[qkvo]_proj\."
+INDEXER = r"^layers.*\.index_qk_proj\."
+HYPER_CONNECTIONS = r"^(?!mtp).*\.(input_mix_weight_down|input_mix_weight_up|block_inject_weight)\."
 LM_HEAD = r"^lm_head\."
+DRAFT_EXPERTS = r"^mtp\..*\.experts\."
 
 
 def released_formats(format_of: dict[str, WeightFormat]) -> dict[str, WeightFormat]:
     """The format of each weight of the released model of which one of the patterns is found in the name."""
-    names = expected_weights(released_config())
+    names = expected_weights(released_config(has_draft_head=True))
     return {name: fmt for pattern, fmt in format_of.items() for name in names if re.search(pattern, name)}
 
 

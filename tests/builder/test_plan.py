@@ -10,6 +10,7 @@ from plan_requests import plan_request, released_plan
 from released_model import (
     ATTENTION,
     CONVERTED_TO_NVFP4,
+    DRAFT_EXPERTS,
     HYPER_CONNECTIONS,
     INDEXER,
     LINEAR_ATTENTION,
@@ -25,10 +26,9 @@ from released_model import (
 
 from qwen4exp_trt.builder import plan as plan_module
 from qwen4exp_trt.builder.compile import CompiledProgram
-from qwen4exp_trt.builder.plan import DEVICES, PleResidency, make_plan
-from qwen4exp_trt.builder.weight_bytes import Component, weight_groups
+from qwen4exp_trt.builder.plan import DEVICES, Plan, PleResidency, make_plan
+from qwen4exp_trt.builder.weight_bytes import Component
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.memory_plan import GPU_OVERHEAD_BYTES
@@ -49,15 +49,16 @@ NVFP4_DENSE_FP8_HC = NVFP4_DENSE | released_formats(dict.fromkeys((HYPER_CONNECT
 
 
 def mtp_bytes(expert_format: F) -> int:
-    """The draft layer: full attention, its experts in a format of their own, and what joins it to the model."""
-    config = replace(released_config(), num_hidden_layers=1, layer_types=("full_attention",), ple_layer_ids=())
-    names = [name for name in expected_weights(config) if name not in ("embed_tokens.weight", "lm_head.weight")]
-    fc_and_norms = (2560 * 2560, 2560 * 2560, 2560, 10_240)
-    assert len(names) + len(fc_and_norms) == 31, "as many tensors as the checkpoints have"
-    formats = {name: expert_format for name in names if ".experts." in name}
-    groups = weight_groups(config, formats, "bfloat16")
-    shared = (Component.EMBED_TOKENS, Component.LM_HEAD)
-    return sum(group.num_bytes for group in groups if group.component not in shared) + 2 * sum(fc_and_norms)
+    """The draft head, its experts in a format of their own."""
+    return sum(
+        group.num_bytes for group in draft_head_plan({}, expert_format).weights if group.component.is_of_draft_head
+    )
+
+
+def draft_head_plan(formats: Formats, expert_format: F, max_seq_len: int = 2051) -> Plan:
+    """The plan of the released model with its draft head."""
+    request = plan_request(formats | released_formats({DRAFT_EXPERTS: expert_format}), max_seq_len=max_seq_len)
+    return make_plan(replace(request, config=released_config(has_draft_head=True)))
 
 
 def vision_bytes() -> int:
@@ -86,6 +87,36 @@ def test_weights_equal_published_checkpoints(formats: Formats, mtp_experts: F, p
     """Those of the text model are resident, the draft layer and the vision tower are not."""
     weights = released_plan(formats).weight_bytes + mtp_bytes(mtp_experts) + vision_bytes()
     assert weights == pytest.approx(published, rel=1e-3)
+
+
+def test_a_draft_head_adds_its_weights_states_and_stacks() -> None:
+    """2,048 bytes a token of keys and values, and what its indexer has; decoding without drafts reads none of it."""
+    tokens = 32 * 64
+    plan, without = draft_head_plan(PUBLISHED_NVFP4, F.FP8_BLOCKS, tokens), released_plan(PUBLISHED_NVFP4, 1, tokens)
+    assert plan.weight_bytes == without.weight_bytes + mtp_bytes(F.FP8_BLOCKS)
+    assert plan.draft_states[StateKind.KV_CACHE].num_bytes == 2048 * tokens
+    assert plan.draft_states[StateKind.INDEX_K_CACHE].num_bytes == 256 * tokens // 4
+    draft_states = sum(use.num_bytes for use in plan.draft_states.values())
+    assert plan.sequence_bytes == without.sequence_bytes + draft_states
+    assert plan.logits_bytes == 2 * without.logits_bytes
+    assert plan.stack_bytes == (2048 + 8) * 10240 * 2
+    added = mtp_bytes(F.FP8_BLOCKS) + draft_states + without.logits_bytes + plan.stack_bytes
+    assert plan.total_bytes == without.total_bytes + added
+    assert (plan.token_bytes, without.draft_token_bytes) == (without.token_bytes, 0)
+
+
+def test_bytes_of_a_drafted_token() -> None:
+    """Dense weights, ten experts, the head: as published, but for the states that a context of 2051 has."""
+    for expert_format, experts in ((F.FLOAT, 98e6), (F.FP8_BLOCKS, 49e6), (F.NVFP4, 28e6)):
+        plan = draft_head_plan({}, expert_format)
+        states = sum(use.token_bytes for use in plan.draft_states.values())
+        assert plan.draft_token_bytes - states == pytest.approx(181e6 + experts + 1.27e9, rel=3e-3)
+    request = plan_request(released_formats({DRAFT_EXPERTS: F.NVFP4}) | {"mtp.lm_head.weight": F.NVFP4})
+    config = replace(released_config(has_draft_head=True), draft_vocab_size=32768)
+    reduced = make_plan(replace(request, config=config))
+    head = {group.component: group for group in reduced.weights}[Component.DRAFT_LM_HEAD]
+    assert head.num_bytes == pytest.approx(45 * 2**20, rel=0.01)
+    assert reduced.draft_token_bytes - states == pytest.approx(181e6 + 28e6 + 47e6, rel=5e-3)
 
 
 def test_parts_of_a_published_checkpoint() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from model_zoo import tiny_config_dict
@@ -37,8 +37,9 @@ def rows_of(rows: list[WeightTableRow], component: str) -> list[tuple[str, str, 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("formats", [{}, OFFICIAL_FP8, PUBLISHED_NVFP4], ids=["bf16", "fp8", "nvfp4"])
 def test_nothing_is_lost_or_counted_twice(formats: Formats, precision: str) -> None:
-    rows = table(released_config(), formats, precision, "nvfp4", keep=("layers.0.*", "lm_head.*"))
-    shapes = expected_weights(released_config())
+    config = replace(released_config(has_draft_head=True), draft_vocab_size=32768)
+    rows = table(config, formats, precision, "nvfp4", keep=("layers.0.*", "lm_head.*"))
+    shapes = expected_weights(config)
     assert sum(row.num_weights for row in rows) == len(shapes)
     assert sum(row.num_elements for row in rows) == sum(map(math.prod, shapes.values()))
     order = list(Component)

@@ -80,10 +80,12 @@ def test_released_parameter_count() -> None:
     """With the vision tower and the draft layer, the parameters add up to the published total of the checkpoint."""
     config = ModelConfig.from_file(RELEASED)
     sizes = {name: torch.Size(shape).numel() for name, shape in expected_weights(config).items()}
-    draft_layer = sum(size for name, size in sizes.items() if name.startswith(("layers.3.", "hyper_connection_mixer.")))
-    draft_inputs = 2 * config.hidden_size**2 + config.hidden_size + config.stack_width
+    assert len([name for name in sizes if name.startswith("mtp.")]) == 31
     vision = 448_931_056
-    assert sum(sizes.values()) + draft_layer + draft_inputs + vision == 179_999_981_424
+    assert sum(sizes.values()) + vision == 179_999_981_424
+    assert expected_weights(config.without_draft_head()) == {
+        n: s for n, s in expected_weights(config).items() if "mtp." not in n
+    }
 
 
 def test_dense_attention_has_no_indexer_weights() -> None:

@@ -14,15 +14,17 @@ from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.manifest import FORMAT_VERSION, MANIFEST_FILE, CheckpointRef, FileRef, Manifest
+from qwen4exp_trt.runtime.manifest import FORMAT_VERSION, MANIFEST_FILE, CheckpointRef, DraftHead, FileRef, Manifest
 
 FIELDS = sorted(Manifest.__dataclass_fields__)
 
 
 def make_manifest(folder: Path) -> Manifest:
     """The manifest of a bundle, saved with its files in ``folder``."""
-    names = ("program/graph.py", "program/tables.json", "decoder.onnx", "decoder.engine", "layers.json")
+    names = ["program/graph.py", "program/tables.json", "decoder.onnx", "decoder.engine", "layers.json"]
+    names += [*(f"mtp/{name}" for name in names), "mtp/token_ids.json"]
     (folder / "program").mkdir(parents=True)
+    (folder / "mtp" / "program").mkdir(parents=True)
     for name in names:
         (folder / name).write_text(name)
     manifest = Manifest(
@@ -47,6 +49,7 @@ def make_manifest(folder: Path) -> Manifest:
         plugins={name: spec.version for name, spec in all_specs().items()},
         profiles={"decode": {"input_ids": [[1], [4], [8]]}},
         passes=[{"name": "drop_dead_code", "rewrites": 3, "max_error": None}],
+        draft=DraftHead(vocab_size=48, has_token_ids=True, profiles={"decode": {"stack": [[1, 8]]}}, passes=[]),
         tools={"torch": "2.11"},
         files={name: FileRef.of(folder / name) for name in names},
     )
@@ -90,7 +93,7 @@ def test_damaged_json(tmp_path: Path, text: str) -> None:
 
 
 WRONG_VALUES = {
-    None: {"target", "backend", "checkpoint", "converted", "calibration"},
+    None: {"target", "backend", "checkpoint", "converted", "calibration", "draft"},
     "text": {"precision", "ple_precision", "ple_residency", "activation_dtype", "kv_cache_dtype", "target", "backend"},
     1.5: set(),
     ("x",): {"weights", "passes", "kernel_targets", "host_weights"},
