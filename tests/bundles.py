@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_zoo import random_tensors_of, tiny_config_dict, write_hf_checkpoint
-from safetensors.torch import load_file, save_file
+from model_zoo import tiny_config_dict, write_hf_checkpoint
 from tiny_tokenizer import tiny_backend
 
 from qwen4exp_trt.builder import build as build_module
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.engine import EngineBuild
 from qwen4exp_trt.builder.options import BuildOptions
-from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.weights import expected_weights, is_of_draft_head
 
 ROOT = Path(__file__).parents[1]
 CHAT_TEMPLATE = ROOT / "tests" / "fixtures" / "chat_template.jinja"
@@ -65,28 +62,11 @@ def build(checkpoint: Path, output: Path, **options: Any) -> Path:
     return output
 
 
-def demo_with_random_draft_head(folder: Path) -> Path:
-    """The demo's model with a draft head of random weights, which needs no transformers."""
-    data = json.loads((DEMO_CHECKPOINT / "config.json").read_text(encoding="utf-8"))
-    text = data.get("text_config", data)
-    text["mtp_num_hidden_layers"] = 1
-    shutil.copytree(DEMO_CHECKPOINT, folder)
-    (folder / "config.json").write_text(json.dumps(data), encoding="utf-8")
-    shapes = expected_weights(ModelConfig.from_dir(folder))
-    head = random_tensors_of({name: shape for name, shape in shapes.items() if is_of_draft_head(name)}, seed=0)
-    model = load_file(folder / "model.safetensors")
-    save_file(model | {name: value.bfloat16() for name, value in head.items()}, folder / "model.safetensors")
-    return folder
-
-
-def build_for_gpu(output: Path, activation_dtype: str, checkpoint: Path = DEMO_CHECKPOINT, **limits: int) -> Path:
-    """The demo, or another checkpoint, with kernels for the GPU at hand.
-
-    Its engines, which need TensorRT and are not run, are stand-ins.
-    """
+def build_for_gpu(output: Path, activation_dtype: str, **limits: int) -> Path:
+    """The demo with kernels for the GPU at hand. Its engines, which need TensorRT and are not run, are stand-ins."""
     own = "sm{}{}".format(*torch.cuda.get_device_capability())
     options = {"kernel_target": (own,)} if activation_dtype == "float32" else {"target": own}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_module, "_load_trt", lambda options: torch if options.has_engine else None)
         patch.setattr(build_module, "build_engine", lambda *args: EngineBuild(b"engine", {"activation_bytes": {}}))
-        return build(checkpoint, output, activation_dtype=activation_dtype, **limits, **options)
+        return build(DEMO_CHECKPOINT, output, activation_dtype=activation_dtype, **limits, **options)

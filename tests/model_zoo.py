@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,12 +151,6 @@ def randomize_parameters(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         parameter.copy_(_random_values(name, parameter, generator))
-
-
-def random_tensors_of(shapes: Mapping[str, Sequence[int]], seed: int) -> dict[str, Tensor]:
-    """Float32 tensors of these shapes, drawn like the parameters of those names."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: _random_values(name, torch.empty(shape), generator) for name, shape in sorted(shapes.items())}
 
 
 def _random_values(name: str, like: Tensor, generator: torch.Generator) -> Tensor:
