@@ -219,7 +219,7 @@ def test_it_is_printed_and_recorded(drafting: Path, tmp_path: Path, capsys: Capt
     assert len(json.loads((bundle / "mtp" / "token_ids.json").read_text())) == 100
     assert ModelConfig.from_dict(manifest.config, "manifest").draft_vocab_size == 100
     (bundle / "mtp" / "token_ids.json").unlink()
-    with pytest.raises(BundleError, match="mtp/token_ids.json is missing"):
+    with pytest.raises(BundleError, match=r"mtp/token_ids.json is missing"):
         manifest.check_files(bundle)
     assert main([*argv, "--draft-head", "none"]) == 0
     out = capsys.readouterr().out
