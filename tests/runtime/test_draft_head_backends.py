@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from qwen4exp_trt.runtime.memory_plan import plan_memory
 from qwen4exp_trt.runtime.sampler import SampleRequest, TokenHistory
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend
 from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
 PAGES = 8
 PROMPT = random_prompt(40, seed=1, vocab_size=300)
@@ -230,3 +232,36 @@ def test_a_draft_head_changes_no_text(engine_bundle: Path, without: Path) -> Non
         for path in (engine_bundle, without)
     ]
     assert texts[0] == texts[1]
+
+
+def verify_bundle(bundle: Path, trt: SimulatedTensorRT, **values: Any) -> None:
+    args = parse_args([str(bundle), "--device", "cpu"])
+    verify(argparse.Namespace(**{**vars(args), **values}), trt)
+
+
+@pytest.mark.trt
+def test_verify_compares_the_draft_head_too(engine_bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), engine_bundle)
+    verify_bundle(engine_bundle, trt, tolerance=1e-6)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("the engines of the model and its draft head agree with theirs within 1e-06 on ")
+    assert all("largest error 0.00e+00 of " in line for line in lines[:-1])
+    assert trt.calls["mtp/prefill"] and trt.calls["mtp/decode"]
+
+
+@pytest.mark.trt
+def test_verify_names_what_of_the_draft_head_differs(engine_bundle: Path) -> None:
+    """The head's engine damaged, while the model's is right."""
+    trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), engine_bundle)
+    assert trt.draft is not None
+    run = trt.draft[1]._run_node
+
+    def damaged(node: Any, operands: list[Tensor]) -> Any:
+        outputs = run(node, operands)
+        if node.name == "mtp.fc_hidden.linear":
+            (outputs[0] if isinstance(outputs, list) else outputs).mul_(1.5)
+        return outputs
+
+    trt.draft[1]._run_node = damaged  # type: ignore[method-assign]
+    with pytest.raises(BundleError, match=r"the engine gives another mtp\.layers\.0\.self_attn\.kv_cache than"):
+        verify_bundle(engine_bundle, trt)
