@@ -22,6 +22,7 @@ from qwen4exp_trt.runtime.drafts.verification import verified
 from qwen4exp_trt.runtime.hooks import NoPrefixCache, PrefixCache
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
+from qwen4exp_trt.runtime.nan_trace import NanTrace
 from qwen4exp_trt.runtime.sampler import SampledToken, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
@@ -35,6 +36,7 @@ _UNUSABLE = (
     "its logits have NaN, +inf or only -inf, so no token can be sampled: the model's weights or states are damaged, "
     "or a value overflowed"
 )
+_HOW_TO_FIND = "debug_nan=True (--debug-nan) says in which module it began"
 
 
 class EngineCore:
@@ -53,11 +55,12 @@ class EngineCore:
         metrics: EngineMetrics | None = None,
         prefix_cache: Callable[[SequenceStates], PrefixCache] | None = None,
         drafting: Drafting | None = None,
+        nan_trace: NanTrace | None = None,
     ) -> None:
         self.metrics = metrics or EngineMetrics()
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
-        self.drafting = drafting
+        self.drafting, self.nan_trace = drafting, nan_trace
         num_rewritten, num_lookahead = 0, 0
         if drafting is not None:
             num_rewritten, num_lookahead = drafting.proposer.num_rewritten, drafting.proposer.num_lookahead
@@ -169,6 +172,8 @@ class EngineCore:
         inputs, sampled = build_step_inputs(scheduled)
         entries = [scheduled[index] for index in sampled]
         rows, stack = self._sample(inputs, entries)
+        if self.nan_trace is not None:
+            self._note_not_finite(self.nan_trace, scheduled)
         now = self.metrics.clock()
         self.metrics.stepped(now - start, sum(entry.num_prompt_tokens for entry in scheduled))
         for entry in scheduled:
@@ -184,6 +189,15 @@ class EngineCore:
         if self.drafting is not None:
             self.drafting.propose(entry.sequence for entry in entries if entry.sequence.memory is not None)
 
+    @staticmethod
+    def _note_not_finite(trace: NanTrace, scheduled: SequenceOf[ScheduledSequence]) -> None:
+        """Keep with each sequence what of it was the first that is not finite: later steps only show what follows."""
+        end = 0
+        for entry in scheduled:
+            start, end = end, end + entry.num_tokens
+            found = entry.sequence.first_not_finite or trace.first_not_finite(range(start, end))
+            entry.sequence.first_not_finite = found
+
     def _take(self, entry: ScheduledSequence, row_tokens: list[SampledToken | None], now: float) -> None:
         """Add the tokens of a step to a sequence; drop it if it comes to a row that none could be sampled from."""
         sequence, drafts = entry.sequence, entry.sequence.draft_token_ids[: entry.num_drafts]
@@ -191,7 +205,7 @@ class EngineCore:
         num_before = sequence.num_output_tokens
         for token in taken:
             if token is None:
-                self._drop(sequence, _UNUSABLE)
+                self._drop(sequence, f"{_UNUSABLE}; {sequence.first_not_finite or _HOW_TO_FIND}")
                 return
             sequence.append(token)
             if sequence.finish_reason is not None:

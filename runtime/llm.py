@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError, RequestError
-from qwen4exp_trt.runtime.backend import make_backend
+from qwen4exp_trt.runtime.backend import EagerBackend, make_backend
 from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import make_drafting
@@ -46,6 +46,8 @@ class LLM:
     what is left to the rest of the system; by default 4 GiB, or a sixteenth of a smaller machine. ``max_num_seqs``:
     how many sequences run at a time, at most (and by default) as many as the bundle is built for; the others wait.
     ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
+    ``debug_nan``: run each step op by op, slowly, so that a request whose logits are unusable says where that began;
+    for ``eager`` only.
     Raises `BundleError` for a bundle that is damaged, of another version, without weights or too large for the memory
     (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was built from.
 
@@ -64,12 +66,14 @@ class LLM:
         memory_reserve_bytes: int | None = None,
         max_num_seqs: int | None = None,
         speculate: SpeculativeConfig | str | None = None,
+        debug_nan: bool = False,
     ) -> None:
         options = LoadOptions(
             checkpoint=None if checkpoint is None else _checked_path("checkpoint", checkpoint),
             num_blocks=num_blocks,
             row_cache_bytes=row_cache_bytes,
             memory_reserve_bytes=memory_reserve_bytes,
+            debug_nan=debug_nan,
             progress=progress,
         )
         folder = _checked_path("bundle", bundle)
@@ -98,6 +102,7 @@ class LLM:
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
             drafting=make_drafting(self.speculative_config),
+            nan_trace=loaded.nan_trace if isinstance(loaded, EagerBackend) else None,
         )
 
     def generate(

@@ -29,6 +29,8 @@ class LoadOptions:
     """Of the host's memory, what is left to the rest of the system; None for `default_reserve`."""
     other_uses: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the caller takes beside the backend, by what for."""
+    debug_nan: bool = False
+    """Whether steps are watched for results that are not finite (`NanTrace`)."""
     progress: Progress | None = None
     """Is called with the bytes of weights that are loaded, and the bytes of all."""
 
