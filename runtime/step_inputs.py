@@ -21,24 +21,31 @@ def build_step_inputs(
     rows: for each its last token and the drafts behind it. With ``all_rows`` the logits are those of every token
     instead. A step that needs no logits asks for row 0, since a step always returns one.
     """
-    num_tokens = np.array([entry.num_tokens for entry in scheduled])
-    contexts = np.array([entry.start for entry in scheduled])
-    starts = np.zeros(len(scheduled) + 1, dtype=np.int64)
+    num_tokens = _int32([entry.num_tokens for entry in scheduled])
+    contexts = _int32([entry.start for entry in scheduled])
+    starts = np.zeros(len(scheduled) + 1, dtype=np.int32)
     num_tokens.cumsum(out=starts[1:])
     sampled = [index for index, entry in enumerate(scheduled) if entry.samples]
-    positions = np.arange(starts[-1]) + np.repeat(contexts - starts[:-1], num_tokens)
+    positions = np.empty((3, starts[-1]), dtype=np.int32)  # text: all three MRoPE axes agree
+    positions[:] = np.arange(starts[-1], dtype=np.int32) + (contexts - starts[:-1]).repeat(num_tokens)
     memories = [_memory_of(entry) for entry in scheduled]
     arrays = {
         "input_ids": _token_ids(scheduled, starts),
-        "positions": np.tile(positions, (3, 1)),  # text: all three MRoPE axes agree
+        "positions": positions,
         "query_start_loc": starts,
         "seq_lens": contexts + num_tokens,
-        "slot_ids": np.array([memory.slot for memory in memories]),
-        "num_seqs": np.array([len(scheduled)]),
-        "logits_indices": np.arange(starts[-1]) if all_rows else _logits_rows(scheduled, sampled, starts),
+        "slot_ids": _int32([memory.slot for memory in memories]),
+        "num_seqs": _int32([len(scheduled)]),
+        "logits_indices": np.arange(starts[-1], dtype=np.int32)
+        if all_rows
+        else _logits_rows(scheduled, sampled, starts),
         "block_table": _block_table([memory.block_row for memory in memories]),
     }
-    return {name: torch.from_numpy(array.astype(np.int32, copy=False)) for name, array in arrays.items()}, sampled
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}, sampled
+
+
+def _int32(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
 
 
 def _memory_of(entry: ScheduledSequence) -> Memory:
@@ -60,11 +67,11 @@ def _token_ids(scheduled: SequenceOf[ScheduledSequence], starts: np.ndarray) -> 
 
 
 def _logits_rows(scheduled: SequenceOf[ScheduledSequence], sampled: SequenceOf[int], starts: np.ndarray) -> np.ndarray:
-    rows: list[int] = []
+    rows, ends = list[int](), starts.tolist()
     for index in sampled:
-        end = int(starts[index + 1])
+        end = ends[index + 1]
         rows += range(end - scheduled[index].num_logits_rows, end)
-    return np.array(rows or [0])
+    return _int32(rows or [0])
 
 
 def _block_table(rows: SequenceOf[np.ndarray]) -> np.ndarray:
