@@ -23,8 +23,9 @@ def generated(output: RequestOutput) -> list[int]:
 
 
 def assert_idle(llm: LLM) -> None:
-    """No request is left, and all memory is back."""
+    """No request is left, and all memory is back, once the prefix cache has let go of its pages."""
     scheduler, limits = llm.core.scheduler, llm.manifest.limits
+    llm.core.prefix_cache.evict(scheduler.num_blocks)
     assert scheduler.num_unfinished == 0
     assert (scheduler.num_free_slots, scheduler.num_free_blocks) == (limits.num_slots, scheduler.num_blocks)
 
@@ -35,6 +36,8 @@ def observed_steps(llm: LLM) -> Iterator[list[dict[str, Any]]]:
     backend, steps = llm.core.backend, []
 
     class Observer:
+        prefetch = staticmethod(backend.prefetch)
+
         def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
             steps.append({name: value.tolist() for name, value in inputs.items()})
             return backend.run(inputs)
