@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.errors import DroppedError, RequestError, UnreadableRowsError
+from qwen4exp_trt.errors import DroppedError, PromptTooLongError, RequestError, UnreadableRowsError
 from qwen4exp_trt.runtime.backend import Backend
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.verification import verified
@@ -62,11 +62,13 @@ class EngineCore:
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
         self.drafting, self.nan_trace = drafting, nan_trace
-        num_rewritten, num_lookahead = 0, 0
+        pool, num_rewritten, num_lookahead = backend.states, 0, 0
         if drafting is not None:
-            num_rewritten, num_lookahead = drafting.proposer.num_rewritten, drafting.proposer.num_lookahead
+            proposer = drafting.proposer
+            num_rewritten, num_lookahead = proposer.num_rewritten, proposer.num_lookahead
+            pool = pool if proposer.states is None else pool.joined(proposer.states)
             self.metrics.add_source(drafting.collect)
-        self.states = SequenceStates(backend.states, limits, num_blocks, num_rewritten)
+        self.states = SequenceStates(pool, limits, num_blocks, num_rewritten)
         self.prefix_cache = prefix_cache(self.states) if prefix_cache else NoPrefixCache()
         self.scheduler = Scheduler(
             limits, self.states, max_num_seqs, self.prefix_cache, num_lookahead, metrics=self.metrics
@@ -96,12 +98,23 @@ class EngineCore:
         out_of_range = [token for token in params.stop_token_ids or () if token >= self.vocab_size]
         if out_of_range:
             raise RequestError(f"stop_token_ids {out_of_range} are not below the vocabulary size {self.vocab_size}")
-        checker = StopChecker(params, self.stop_token_ids, len(token_ids), self.limits.max_seq_len)
-        room = self.limits.max_seq_len - len(token_ids)
+        max_seq_len = self._longest_sequence(params, len(token_ids))
+        checker = StopChecker(params, self.stop_token_ids, len(token_ids), max_seq_len)
+        room = max_seq_len - len(token_ids)
         max_len = len(token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
         self.scheduler.check_capacity(max_len)
         own_id = str(next(self._ids)) if request_id is None else request_id
         return Sequence(own_id, prompt, token_ids, params, max_len, checker, self.tokenizer, metrics, priority)
+
+    def _longest_sequence(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Without ``max_tokens`` an output may go on as far as the KV cache holds it."""
+        num_cached = self.scheduler.num_blocks * self.limits.block_size
+        if num_prompt_tokens >= num_cached:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens, but the KV cache has room for {num_cached} in its "
+                f"{self.scheduler.num_blocks} pages; shorten it or give the cache more pages"
+            )
+        return self.limits.max_seq_len if params.max_tokens is not None else min(self.limits.max_seq_len, num_cached)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `make_sequence` made."""
@@ -251,9 +264,10 @@ class EngineCore:
         """Run a step. Returns the tokens of the rows of logits, which are those of ``entries``, and the stack."""
         requests = [request for entry in entries for request in entry.sequence.row_requests(entry.num_drafts)]
         vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
-        run_and_sample = getattr(self.backend, "sample", None)
+        run_and_sample = getattr(self.backend, "sample_step", None)
         if run_and_sample is not None:
-            return iter(run_and_sample(inputs, requests, vocab_limit)), None
+            step = run_and_sample(inputs, requests, vocab_limit)
+            return iter(step.tokens), step.stack
         return iter(sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)), None
 
     def score(self, token_ids: Iterable[Any]) -> Tensor:
@@ -296,7 +310,7 @@ class EngineCore:
         if not checked:
             raise RequestError("the prompt is empty; give at least one token")
         if len(checked) > longest:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"the prompt has {len(checked)} tokens, but this bundle takes at most {longest} "
                 f"(max_seq_len {self.limits.max_seq_len}); shorten it or build with a larger --max-seq-len"
             )
