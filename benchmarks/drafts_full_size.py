@@ -36,13 +36,11 @@ from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.mtp_proposer import MtpProposer
 from qwen4exp_trt.runtime.engine_core import EngineCore
-from qwen4exp_trt.runtime.hooks import Match, NoPrefixCache
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence
-from qwen4exp_trt.runtime.sequence_states import SequenceStates
 from qwen4exp_trt.runtime.state_pool import allocate_states
 
 SCENARIOS = ((1, 2048), (1, 32768), (4, 2048), (4, 32768))
@@ -70,21 +68,6 @@ class Measurement:
     gb10_floor_ms: float
     gb10_tokens_per_second: float
     """An estimate: at the reported acceptance, and the most that the bytes allow."""
-
-
-class FilledCache(NoPrefixCache):
-    """Has the states of everybody's first ``context`` tokens: whatever is in the pages."""
-
-    def __init__(self, states: SequenceStates, context: int) -> None:
-        self._states, self._context = states, context
-
-    def match(self, sequence: Sequence) -> Match:
-        return Match(self._context, 0)
-
-    def restore(self, sequence: Sequence) -> int:
-        assert self._states.reserve(sequence, self._context)
-        self._states.commit(sequence, self._context)
-        return self._context
 
 
 class RandomDrafts:
@@ -121,16 +104,7 @@ class Model(FullSizeModel):
         elif kind == "mtp":
             vocab_size = self.config.vocab_size
             drafting = Drafting(config, MtpProposer(self.head, NUM_DRAFTS, LIMITS.block_size, vocab_size, None))
-        return EngineCore(
-            self.backend,
-            LIMITS,
-            NUM_BLOCKS,
-            self.config.vocab_size,
-            (),
-            None,
-            prefix_cache=lambda states: FilledCache(states, context),
-            drafting=drafting,
-        )
+        return self.core_within(LIMITS, context, drafting)
 
     def step_seconds(self, kind: str, batch: int, context: int) -> float:
         """The median of steps of the serving loop."""
