@@ -6,10 +6,12 @@ import pytest
 import torch
 from distributions import assert_drawn_from
 from draft_requests import requests_of
+from torch import Tensor
 
-from qwen4exp_trt.runtime.drafts.draft_sampler import DraftSampler
-from qwen4exp_trt.runtime.sampler import SampleRequest
+from qwen4exp_trt.runtime.drafts.draft_sampler import DraftRound, DraftSampler
+from qwen4exp_trt.runtime.sampler import SampleRequest, draw, greedy_operands
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
+from qwen4exp_trt.runtime.step_result import DrawnStep
 
 GREEDY = SamplingParams(temperature=0)
 CPU = torch.device("cpu")
@@ -19,6 +21,12 @@ def sampler(token_ids: list[int] | None = None, vocab_limit: int | None = None) 
     return DraftSampler(None if token_ids is None else torch.tensor(token_ids), 12, vocab_limit, CPU)
 
 
+def draw_next(drafts: DraftRound, logits: Tensor) -> Tensor:
+    """As behind a step of the head."""
+    limit = drafts._sampler.limit
+    return drafts.draw(DrawnStep(draw(logits, logits, greedy_operands(len(logits)), limit), logits, None))
+
+
 def of(params: SamplingParams, count: int = 1) -> list[SampleRequest]:
     return requests_of(params, count)
 
@@ -26,8 +34,8 @@ def of(params: SamplingParams, count: int = 1) -> list[SampleRequest]:
 def test_a_greedy_request_gets_the_best_tokens_and_no_distribution() -> None:
     drafts = sampler(vocab_limit=10).start(of(GREEDY, 2))
     logits = torch.eye(12)[[3, 11]]
-    assert drafts.draw(logits).tolist() == [3, 0], "11 is beyond the limit"
-    assert drafts.draw(logits[:1] * -1).tolist() == [0], "the second request wants one draft"
+    assert draw_next(drafts, logits).tolist() == [3, 0], "11 is beyond the limit"
+    assert draw_next(drafts, logits[:1] * -1).tolist() == [0], "the second request wants one draft"
     assert drafts.finish() == [([3, 0], None), ([0], None)]
 
 
@@ -37,7 +45,7 @@ def test_a_sampled_request_draws_from_the_distribution_that_is_kept() -> None:
     logits = torch.randn(12)
     drafts = sampler().start(of(params, 1500))
     for _ in range(2):
-        drafts.draw(logits.expand(1500, -1))
+        draw_next(drafts, logits.expand(1500, -1))
     drawn = drafts.finish()
     (first, second), probs = torch.tensor([ids for ids, _ in drawn]).T, drawn[0][1]
     assert probs is not None and torch.equal(probs[0], probs[1])
@@ -52,8 +60,8 @@ def test_requests_of_both_kinds_share_a_step() -> None:
     logits = torch.randn(2, 12)
     together = sampler().start([of(GREEDY)[0], of(SamplingParams(seed=1))[0]])
     alone = sampler().start([of(SamplingParams(seed=1))[0]])
-    together.draw(logits)
-    alone.draw(logits[1:])
+    draw_next(together, logits)
+    draw_next(alone, logits[1:])
     greedy, sampled = together.finish()
     assert greedy == ([int(logits[0].argmax())], None)
     (expected,) = alone.finish()
@@ -64,7 +72,8 @@ def test_requests_of_both_kinds_share_a_step() -> None:
 def test_a_reduced_vocabulary_gives_ids_of_the_whole() -> None:
     """Its distribution is over all ids, as the verification wants it."""
     drafts = sampler([1, 4, 7, 11], vocab_limit=10).start([*of(GREEDY), *of(SamplingParams(temperature=1.0))])
-    assert drafts.draw(torch.tensor([[0.0, 1.0, 2.0, 9.0]]).expand(2, -1)).tolist()[0] == 7, "11 is beyond the limit"
+    logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]]).expand(2, -1)
+    assert draw_next(drafts, logits).tolist()[0] == 7, "11 is beyond the limit"
     greedy, (token_ids, probs) = drafts.finish()
     assert greedy == ([7], None)
     assert probs is not None and probs[0].shape == (12,) and token_ids[0] in (1, 4, 7)
@@ -79,7 +88,7 @@ def test_penalties_count_the_tokens_of_the_request() -> None:
     logits[0, 4], logits[0, 8] = 1.5, 1.0
     for token_ids, row in ((None, logits), ([2, 4, 8], logits[:, [2, 4, 8]])):
         drafts = sampler(token_ids).start(of(params))
-        assert drafts.draw(row).tolist() == [8]
+        assert draw_next(drafts, row).tolist() == [8]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams()], ids=["greedy", "sampled"])
@@ -87,8 +96,8 @@ def test_drafts_end_where_the_logits_are_unusable(params: SamplingParams) -> Non
     """The head goes on with some id, so that nobody waits."""
     drafts = sampler().start(of(params))
     logits = torch.randn(1, 12)
-    drafts.draw(logits)
-    assert drafts.draw(torch.full((1, 12), torch.nan)).tolist() == [0]
-    drafts.draw(logits)
+    draw_next(drafts, logits)
+    assert draw_next(drafts, torch.full((1, 12), torch.nan)).tolist() == [0]
+    draw_next(drafts, logits)
     ((token_ids, probs),) = drafts.finish()
     assert len(token_ids) == 1 and (probs is None or len(probs) == 1)
