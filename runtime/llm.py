@@ -122,13 +122,7 @@ class LLM:
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
             prefix_cache=prefix_cache_opener(self.manifest, backend, loaded.device, caching) if caching else None,
-            drafting=make_drafting(
-                self.speculative_config,
-                loaded.draft,
-                limits,
-                self.manifest.vocab_size,
-                self.tokenizer.vocab_size if self.tokenizer else None,
-            ),
+            drafting=make_drafting(self.speculative_config, loaded.draft, self.manifest, self.tokenizer),
             nan_trace=loaded.nan_trace if isinstance(loaded, EagerBackend) else None,
         )
         if isinstance(self.core.prefix_cache, PrefixCache):
@@ -142,8 +136,10 @@ class LLM:
     @property
     def info(self) -> dict[str, Any]:
         """What was found at the start: ``memory``, bytes by use and what there was of them; ``ngram_table``, where it
-        is and, on a disk, how fast that is."""
-        return {"memory": self.memory_plan.to_dict(), "ngram_table": dict(self._ngram_table.info)}
+        is and, on a disk, how fast that is. And ``speculate``, the drafts that were asked for, None without."""
+        drafts = None if self.speculative_config is None else str(self.speculative_config)
+        ngram_table = dict(self._ngram_table.info)
+        return {"memory": self.memory_plan.to_dict(), "ngram_table": ngram_table, "speculate": drafts}
 
     def __enter__(self) -> Self:
         return self
