@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.errors import DroppedError, RequestError
+from qwen4exp_trt.errors import DroppedError, RequestError, UnreadableRowsError
 from qwen4exp_trt.runtime.backend import Backend
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.verification import verified
 from qwen4exp_trt.runtime.hooks import NoPrefixCache, PrefixCache
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
+from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.sampler import SampledToken, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
@@ -119,7 +120,8 @@ class EngineCore:
         """Run one step: each running sequence gets a token, or more of its prompt computed. Returns those.
 
         If the step fails, the sequences that it ran are dropped: their states may be half updated. A sequence whose
-        logits are unusable is dropped alone. Does nothing if another thread has finished every sequence meanwhile.
+        logits are unusable, or whose rows of an n-gram table cannot be read, is dropped alone. Does nothing if another
+        thread has finished every sequence meanwhile.
         """
         with self._turn():
             scheduled = self.scheduler.schedule()
@@ -166,9 +168,10 @@ class EngineCore:
         for entry in scheduled:
             if entry.sequence.metrics.first_scheduled_time is None:
                 self.metrics.scheduled(entry.sequence.metrics)
-        inputs, sampled = build_step_inputs(scheduled)
-        entries = [scheduled[index] for index in sampled]
-        rows, stack = self._sample(inputs, entries)
+        self.backend.prefetch(self._upcoming(scheduled))
+        scheduled, entries, rows, stack = self._execute(scheduled)
+        if not scheduled:
+            return
         now = self.metrics.clock()
         self.metrics.stepped(now - start, sum(entry.num_prompt_tokens for entry in scheduled))
         for entry in scheduled:
@@ -183,6 +186,29 @@ class EngineCore:
                 self._finish(sequence, sequence.finish_reason)
         if self.drafting is not None:
             self.drafting.propose(entry.sequence for entry in entries if entry.sequence.memory is not None)
+
+    def _execute(
+        self, scheduled: list[ScheduledSequence]
+    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence], Iterator[SampledToken | None], Tensor | None]:
+        """Run a step, without the sequences whose n-gram rows cannot be read, which are dropped.
+
+        Returns what has run, those of it that get logits, and the results of `_sample` for these.
+        """
+        while scheduled:
+            inputs, sampled = build_step_inputs(scheduled)
+            entries = [scheduled[index] for index in sampled]
+            try:
+                return scheduled, entries, *self._sample(inputs, entries)
+            except UnreadableRowsError as error:
+                for index, cause in error.errors.items():
+                    self._drop(scheduled[index].sequence, str(cause), cause)
+                scheduled = [entry for index, entry in enumerate(scheduled) if index not in error.errors]
+        return [], [], iter(()), None
+
+    def _upcoming(self, scheduled: list[ScheduledSequence]) -> Iterator[TokenWindow]:
+        """Tokens that steps after this one will run, as far as they are known."""
+        for sequence, start, stop in self.scheduler.upcoming(scheduled):
+            yield TokenWindow(sequence.token_ids, start, stop)
 
     def _take(self, entry: ScheduledSequence, row_tokens: list[SampledToken | None], now: float) -> None:
         """Add the tokens of a step to a sequence; drop it if it comes to a row that none could be sampled from."""

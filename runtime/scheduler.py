@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -79,6 +79,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._entries: dict[Sequence, ScheduledSequence] = {}
         """Of the step that is being made up."""
+        self._looked_ahead: Sequence | None = None
+        """The last waiting sequence that `upcoming` gave."""
         self._num_steps = self._num_added = self._num_ended = 0
         self._refused: tuple[Sequence, int, int] | None = None
         """Who was refused memory last, and at which state of it."""
@@ -139,10 +141,29 @@ class Scheduler:
         self._schedule_prompts()
         return list(self._entries.values())
 
+    def upcoming(self, scheduled: SequenceOf[ScheduledSequence]) -> Iterator[tuple[Sequence, int, int]]:
+        """Known tokens that come behind the step ``scheduled``: of which sequence, from where to where.
+
+        About a step of them: of the running prompts, and of the first in line once it is there.
+        """
+        behind = {entry.sequence: entry.start + entry.num_tokens for entry in scheduled}
+        starts = [(sequence, behind.get(sequence, sequence.num_computed)) for sequence in self._running]
+        if self._waiting and self._waiting[0] is not self._looked_ahead:
+            self._looked_ahead = self._waiting[0]
+            starts.append((self._looked_ahead, 0))
+        budget = self.limits.max_step_tokens
+        for sequence, start in starts:
+            stop = min(len(sequence.token_ids), start + min(budget, self.limits.prefill_chunk))
+            if start < stop:
+                budget -= stop - start
+                yield sequence, start, stop
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its memory."""
         for queue in (self._running, self._waiting):
             _take_out(queue, sequence)
+        if sequence is self._looked_ahead:
+            self._looked_ahead = None
         self._num_ended += 1
         self._free(sequence)
 

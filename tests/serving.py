@@ -36,6 +36,8 @@ def observed_steps(llm: LLM) -> Iterator[list[dict[str, Any]]]:
     backend, steps = llm.core.backend, []
 
     class Observer:
+        prefetch = staticmethod(backend.prefetch)
+
         def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
             steps.append({name: value.tolist() for name, value in inputs.items()})
             return backend.run(inputs)
