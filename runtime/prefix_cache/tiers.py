@@ -212,7 +212,7 @@ class Tiers:
 
     def _move_down(self, node: Node, kind: Kind, source: PackedRow | int) -> None:
         """To the host what left the device, or to disk. ``source``: the row, or the number of the page."""
-        size = self.layouts[kind].num_bytes
+        size = self.layouts[kind].host_bytes
         if size > self._host.budget:
             self._write(node, kind, source)
             return
@@ -282,7 +282,7 @@ class Tiers:
     def _write(self, node: Node, kind: Kind, source: PackedRow | int, wait: bool = False) -> None:
         if self.store is None or self._is_queued(node, kind):
             return
-        size = self.layouts[kind].num_bytes
+        size = self.layouts[kind].host_bytes
         if wait and not self.store.has_room(size):
             self.store.flush()
         if not self.store.has_room(size):
