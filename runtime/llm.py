@@ -58,9 +58,10 @@ class LLM:
     how many sequences run at a time, at most (and by default) as many as the bundle is built for; the others wait.
     ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
     ``enable_prefix_caching``: keep the states of prompts for others that begin alike; the options behind it are those
-    of `PrefixCacheOptions`. Raises `BundleError` for a bundle that is damaged, of another version, without weights or
-    too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was
-    built from.
+    of `PrefixCacheOptions`. ``debug_nan``: run each step op by op, slowly, so that a request whose logits are unusable
+    says where that began; for ``eager`` only. Raises `BundleError` for a bundle that is damaged, of another version,
+    without weights or too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is
+    not the one it was built from.
 
     Threads may share it: their requests run in the same steps.
     """
@@ -83,6 +84,7 @@ class LLM:
         cache_dir: str | Path | None = None,
         disk_cache_bytes: int = DEFAULT_DISK_BYTES,
         snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
+        debug_nan: bool = False,
     ) -> None:
         self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         how = (prefix_cache_bytes, host_cache_bytes, cache_dir, disk_cache_bytes, snapshot_interval)
@@ -94,6 +96,7 @@ class LLM:
             row_cache_bytes=row_cache_bytes,
             memory_reserve_bytes=memory_reserve_bytes,
             prefix_cache=caching,
+            debug_nan=debug_nan,
             progress=progress,
         )
         folder = _checked_path("bundle", bundle)
@@ -111,7 +114,7 @@ class LLM:
         self._chat_template = ChatTemplate.from_dir(folder)
         loaded = make_backend(backend, device, folder, self.manifest, options)
         assert loaded.memory_plan is not None
-        self.memory_plan = loaded.memory_plan
+        self.memory_plan, self._ngram_table = loaded.memory_plan, loaded.rows
         opener = prefix_cache_opener(self.manifest, backend, loaded.device, caching) if caching else None
         self.core = self._make_core(loaded, opener)
 
@@ -130,6 +133,7 @@ class LLM:
             max_num_seqs=self.max_num_seqs,
             prefix_cache=opener,
             drafting=make_drafting(self.speculative_config, loaded.draft, limits, vocab_size, vocab_limit),
+            nan_trace=loaded.nan_trace if isinstance(loaded, EagerBackend) else None,
         )
         if isinstance(core.prefix_cache, PrefixCache):
             core.metrics.add_source(partial(cache_metrics, core.prefix_cache))
@@ -138,6 +142,13 @@ class LLM:
     def close(self) -> None:
         """Write to disk what the prefix cache keeps there. Nothing can be generated afterwards."""
         self.core.close()
+        self._ngram_table.close()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What was found at the start: ``memory``, bytes by use and what there was of them; ``ngram_table``, where it
+        is and, on a disk, how fast that is."""
+        return {"memory": self.memory_plan.to_dict(), "ngram_table": dict(self._ngram_table.info)}
 
     def __enter__(self) -> Self:
         return self
