@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import bundles
 import pytest
@@ -26,13 +27,15 @@ def answer(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     return [generated(output) for output in llm.generate([ids(prompt) for prompt in prompts], GREEDY)]
 
 
-def test_text_is_that_without_a_cache(bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("speculate", [None, "mtp:3"])
+def test_text_is_that_without_a_cache(bundle: Path, tmp_path: Path, speculate: str | None) -> None:
     plain = LLM(bundle, device="cuda", enable_prefix_caching=False)
     assert plain.tokenizer is not None
     text = plain.tokenizer.encode(bundles.HELDOUT_TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
     prompts = [text[:150], text[:100] + text[200:230], text[300:420], text[:100] + text[420:430]]
-    expected = answer(plain, prompts)
-    with LLM(bundle, device="cuda", cache_dir=tmp_path / "cache", host_cache_bytes=2**28) as llm:
+    expected, folder = answer(plain, prompts), tmp_path / "cache"
+    options: dict[str, Any] = {"device": "cuda", "speculate": speculate}
+    with LLM(bundle, cache_dir=folder, host_cache_bytes=2**28, **options) as llm:
         cache = llm.core.prefix_cache
         assert isinstance(cache, PrefixCache)
         assert answer(llm, prompts) == expected
@@ -42,7 +45,7 @@ def test_text_is_that_without_a_cache(bundle: Path, tmp_path: Path) -> None:
         assert answer(llm, prompts) == expected
         assert cache.counters.hit_tokens["host"] > 0
         assert_idle(llm)
-    with LLM(bundle, device="cuda", cache_dir=tmp_path / "cache") as again:
+    with LLM(bundle, cache_dir=folder, **options) as again:
         cache = again.core.prefix_cache
         assert isinstance(cache, PrefixCache)
         assert answer(again, prompts) == expected
