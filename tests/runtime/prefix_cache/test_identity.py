@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from manifests import make_manifest
 
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.manifest import CheckpointRef, FileRef, Manifest
@@ -13,9 +14,9 @@ from qwen4exp_trt.runtime.prefix_cache.identity import cache_identity
 STATES = [16, [["layers.0.kv_cache", "bfloat16", [2, 3]]]]
 
 
-@pytest.fixture(scope="module")
-def manifest(tiny_bundle: Path) -> Manifest:
-    return Manifest.load(tiny_bundle)
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return make_manifest(tmp_path)
 
 
 def identity(manifest: Manifest, backend: str = "eager", device: str = "cpu", states: Any = STATES) -> bytes:
@@ -33,9 +34,11 @@ def test_whatever_computes_states_tells_caches_apart(manifest: Manifest) -> None
         replace(manifest, files={**manifest.files, "mtp/program/graph.py": FileRef(1, "other")}),
         replace(manifest, package_version="9"),
         replace(manifest, plugins={**manifest.plugins, "moe": 99}),
-        replace(manifest, activation_dtype="bfloat16"),
-        replace(manifest, kv_cache_dtype="float8_e4m3fn"),
-        replace(manifest, precision="nvfp4"),
+        replace(manifest, activation_dtype="float32"),
+        replace(manifest, kv_cache_dtype="bfloat16"),
+        replace(manifest, precision="bf16"),
+        replace(manifest, draft=None),
+        replace(manifest, calibration=None),
     ]
     identities = [identity(manifest), *map(identity, others)]
     identities += [identity(manifest, backend="tensorrt"), identity(manifest, device="cuda")]

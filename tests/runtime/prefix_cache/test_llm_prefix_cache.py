@@ -10,7 +10,9 @@ from pathlib import Path
 
 import bundles
 import pytest
+import torch
 from serving import assert_idle, generated, ids
+from torch import Tensor
 
 from qwen4exp_trt.errors import CacheError
 from qwen4exp_trt.runtime import LLM, RequestOutput, SamplingParams
@@ -42,7 +44,8 @@ class Model:
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     """The indexer of both selects within these prompts: the demo's budget is 96 tokens."""
     folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = bundles.DEMO_CHECKPOINT if request.param == "demo" else bundles.tiny_checkpoint(folder / "checkpoint")
+    tiny = bundles.tiny_checkpoint(folder / "checkpoint", mtp_num_hidden_layers=1)
+    checkpoint = bundles.DEMO_CHECKPOINT if request.param == "demo" else tiny
     bundle = bundles.build(checkpoint, folder / "bundle", activation_dtype="float32", **LIMITS)
     plain = LLM(bundle, enable_prefix_caching=False)
     assert plain.tokenizer is not None
@@ -106,16 +109,12 @@ def test_preemption(model: Model, tmp_path: Path) -> None:
         assert_idle(llm)
 
 
-def test_prompt_a_preempted_by_b_and_a_restart(tmp_path: Path) -> None:
-    """The demo checkpoint: A runs, B of a higher priority takes its memory, both begin alike; then another process."""
-    bundle = bundles.build(bundles.DEMO_CHECKPOINT, tmp_path / "bundle", activation_dtype="float32", **LIMITS)
-    plain = LLM(bundle, enable_prefix_caching=False)
-    assert plain.tokenizer is not None
-    text = plain.tokenizer.encode(bundles.HELDOUT_TEXT.read_text(encoding="utf-8")[:2000], add_special_tokens=False)
-    prompts = [text[:105], text[:100] + text[200:204]]
-    expected = [generated(output) for output in plain.generate([ids(prompt) for prompt in prompts], GREEDY)]
-    for _ in range(2):
-        with LLM(bundle, num_blocks=8, max_num_seqs=1, cache_dir=tmp_path / "cache") as llm:
+def test_prompt_a_preempted_by_b_and_a_restart(model: Model, tmp_path: Path) -> None:
+    """A runs, B of a higher priority takes its memory, both begin alike; then the same in another process."""
+    prompts = [model.text[:105], model.text[:100] + model.text[200:204]]
+    expected = [answer(model.plain, prompt) for prompt in prompts]
+    for tokens_on_disk in (0, 96):
+        with LLM(model.bundle, num_blocks=8, max_num_seqs=1, cache_dir=tmp_path / "cache") as llm:
             core = llm.core
             first, second = (
                 core.make_sequence(None, prompt, GREEDY, priority=-index) for index, prompt in enumerate(prompts)
@@ -128,8 +127,36 @@ def test_prompt_a_preempted_by_b_and_a_restart(tmp_path: Path) -> None:
                 core.step()
             assert first.metrics.num_preemptions == 1
             assert [generated(sequence.request_output()) for sequence in (first, second)] == expected
+            assert hit_tokens(llm)["disk"] >= tokens_on_disk
             assert_idle(llm)
-    assert hit_tokens(llm)["disk"] >= 96
+
+
+def kept_pages(llm: LLM) -> dict[tuple[bytes, str], Tensor]:
+    """What every page that the tree has says, by prefix and state."""
+    layout = cache_of(llm).tiers.layouts["page"]
+    nodes = [node for node in cache_of(llm).tree.root.below() if node.page is not None]
+    rows = ((node.key, layout.rows(layout.read(node.page))) for node in nodes if node.page is not None)
+    return {(key, name): row for key, states in rows for name, row in states.items()}
+
+
+@pytest.mark.parametrize("speculate", ["mtp:3", "ngram:4"])
+def test_beside_drafts(model: Model, speculate: str, tmp_path: Path) -> None:
+    """Only what is committed is kept, and what is kept never changes."""
+    params = replace(GREEDY, max_tokens=22)
+    with LLM(model.bundle, speculate=speculate, cache_dir=tmp_path / "cache") as llm:
+        histories = [model.text[:10] * 4, model.text[:10] * 3 + model.text[40:47]]
+        for turn in range(2):
+            before = kept_pages(llm)
+            for history in histories:
+                (output,) = model.check(llm, history, params=params)
+                assert turn == 0 or output.metrics.num_cached_tokens == (len(history) - 3) // 16 * 16
+                history += [*generated(output), 50 + turn, 51]
+            after = kept_pages(llm)
+            assert all(torch.equal(after[name], page) for name, page in before.items())
+        assert_idle(llm)
+    with LLM(model.bundle, speculate=speculate, cache_dir=tmp_path / "cache") as again:
+        (output,) = model.check(again, histories[0])
+        assert output.metrics.num_cached_tokens > 0
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "swapped", "gone"])
