@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -31,6 +31,8 @@ from qwen4exp_trt.runtime.prefix_cache.options import (
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
+from qwen4exp_trt.runtime.sequence_states import SequenceStates
+from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -113,26 +115,29 @@ class LLM:
         loaded = make_backend(backend, device, folder, self.manifest, options)
         assert loaded.memory_plan is not None
         self.memory_plan, self._ngram_table = loaded.memory_plan, loaded.rows
-        self.core = EngineCore(
+        opener = prefix_cache_opener(self.manifest, backend, loaded.device, caching) if caching else None
+        self.core = self._make_core(loaded, opener)
+
+    def _make_core(
+        self, loaded: EagerBackend | TensorRTBackend, opener: Callable[[SequenceStates], PrefixCache] | None
+    ) -> EngineCore:
+        vocab_size, limits = self.manifest.vocab_size, self.manifest.limits
+        vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
+        core = EngineCore(
             loaded,
-            self.manifest.limits,
+            limits,
             self.memory_plan.num_blocks,
-            self.manifest.vocab_size,
+            vocab_size,
             self.manifest.stop_token_ids,
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
-            prefix_cache=prefix_cache_opener(self.manifest, backend, loaded.device, caching) if caching else None,
-            drafting=make_drafting(
-                self.speculative_config,
-                loaded.draft,
-                limits,
-                self.manifest.vocab_size,
-                self.tokenizer.vocab_size if self.tokenizer else None,
-            ),
+            prefix_cache=opener,
+            drafting=make_drafting(self.speculative_config, loaded.draft, limits, vocab_size, vocab_limit),
             nan_trace=loaded.nan_trace if isinstance(loaded, EagerBackend) else None,
         )
-        if isinstance(self.core.prefix_cache, PrefixCache):
-            self.core.metrics.add_source(partial(cache_metrics, self.core.prefix_cache))
+        if isinstance(core.prefix_cache, PrefixCache):
+            core.metrics.add_source(partial(cache_metrics, core.prefix_cache))
+        return core
 
     def close(self) -> None:
         """Write to disk what the prefix cache keeps there. Nothing can be generated afterwards."""
