@@ -160,8 +160,8 @@ class LLM:
         """Complete each prompt; results are in the order of the prompts.
 
         ``params``: one for all, one for each, or None for `default_sampling_params`. ``priority``: of each prompt
-        (None: 0 for all); of those that wait the lowest run first. Raises `RequestError` before anything runs if one of the
-        requests cannot be served.
+        (None: 0 for all); of those that wait the lowest run first. Raises `RequestError` before anything runs if one of
+        the requests cannot be served.
         """
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else _checked_list("prompts", prompts)
         priorities = [0] * len(prompt_list) if priority is None else _checked_list("priority", priority)
