@@ -160,15 +160,20 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; results are in the order of the prompts.
 
-        ``params``: one for all, one for each, or None for `default_sampling_params`. Raises `RequestError` before
-        anything runs if one of the requests cannot be served.
+        ``params``: one for all, one for each, or None for `default_sampling_params`. ``priority``: of each prompt
+        (None: 0 for all); of those that wait the lowest run first. Raises `RequestError` before anything runs if one of
+        the requests cannot be served.
         """
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else _checked_list("prompts", prompts)
-        pairs = zip(prompt_list, self._params(params, len(prompt_list)), strict=True)
-        return self._run([self.make_sequence(prompt, one) for prompt, one in pairs])
+        priorities = [0] * len(prompt_list) if priority is None else _checked_list("priority", priority)
+        if len(priorities) != len(prompt_list):
+            raise RequestError(f"{len(priorities)} priorities for {len(prompt_list)} prompts; give one for each prompt")
+        each = zip(prompt_list, self._params(params, len(prompt_list)), priorities, strict=True)
+        return self._run([self.make_sequence(prompt, one, priority=level) for prompt, one, level in each])
 
     def chat(
         self,
