@@ -59,11 +59,13 @@ class EngineCore:
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
         self.drafting = drafting
-        num_rewritten, num_lookahead = 0, 0
+        pool, num_rewritten, num_lookahead = backend.states, 0, 0
         if drafting is not None:
-            num_rewritten, num_lookahead = drafting.proposer.num_rewritten, drafting.proposer.num_lookahead
+            proposer = drafting.proposer
+            num_rewritten, num_lookahead = proposer.num_rewritten, proposer.num_lookahead
+            pool = pool if proposer.states is None else pool.joined(proposer.states)
             self.metrics.add_source(drafting.collect)
-        self.states = SequenceStates(backend.states, limits, num_blocks, num_rewritten)
+        self.states = SequenceStates(pool, limits, num_blocks, num_rewritten)
         self.prefix_cache = prefix_cache(self.states) if prefix_cache else NoPrefixCache()
         self.scheduler = Scheduler(
             limits, self.states, max_num_seqs, self.prefix_cache, num_lookahead, metrics=self.metrics
@@ -237,9 +239,10 @@ class EngineCore:
         """Run a step. Returns the tokens of the rows of logits, which are those of ``entries``, and the stack."""
         requests = [request for entry in entries for request in entry.sequence.row_requests(entry.num_drafts)]
         vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
-        run_and_sample = getattr(self.backend, "sample", None)
+        run_and_sample = getattr(self.backend, "sample_step", None)
         if run_and_sample is not None:
-            return iter(run_and_sample(inputs, requests, vocab_limit)), None
+            step = run_and_sample(inputs, requests, vocab_limit)
+            return iter(step.tokens), step.stack
         return iter(sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)), None
 
     def score(self, token_ids: Iterable[Any]) -> Tensor:

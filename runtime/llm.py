@@ -82,9 +82,11 @@ class LLM:
         disk_cache_bytes: int = DEFAULT_DISK_BYTES,
         snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
     ) -> None:
+        self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         how = (prefix_cache_bytes, host_cache_bytes, cache_dir, disk_cache_bytes, snapshot_interval)
         caching = PrefixCacheOptions(*how) if enable_prefix_caching else None
         options = LoadOptions(
+            with_draft_head=self.speculative_config is not None and self.speculative_config.method == "mtp",
             checkpoint=None if checkpoint is None else _checked_path("checkpoint", checkpoint),
             num_blocks=num_blocks,
             row_cache_bytes=row_cache_bytes,
@@ -102,7 +104,6 @@ class LLM:
                 f"max_num_seqs is {max_num_seqs!r}; this bundle runs 1 to {limits.max_batch_size} sequences at a time, "
                 "and more if it is built with a larger --max-batch-size"
             )
-        self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         self.tokenizer = Tokenizer.from_dir(folder)
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
@@ -118,7 +119,13 @@ class LLM:
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
             prefix_cache=prefix_cache_opener(self.manifest, backend, loaded.device, caching) if caching else None,
-            drafting=make_drafting(self.speculative_config),
+            drafting=make_drafting(
+                self.speculative_config,
+                loaded.draft,
+                limits,
+                self.manifest.vocab_size,
+                self.tokenizer.vocab_size if self.tokenizer else None,
+            ),
         )
         if isinstance(self.core.prefix_cache, PrefixCache):
             self.core.metrics.add_source(partial(cache_metrics, self.core.prefix_cache))

@@ -194,15 +194,20 @@ class Scheduler:
     def _schedule_decoding(self, sequence: Sequence) -> None:
         room = sequence.max_len - len(sequence.token_ids) - 1
         num_drafts = max(min(len(sequence.draft_token_ids), DRAFT_ROWS - 1, room), 0)
-        if self._reserve(sequence, 1 + num_drafts):
-            self._entries[sequence] = ScheduledSequence(sequence, 1 + num_drafts, num_drafts)
+        if not self._reserve_unused(sequence, 1 + num_drafts + self.num_lookahead):
+            num_drafts = 0  # no other sequence gives way to drafts
+            if not self._reserve(sequence, 1):
+                return
+        self._entries[sequence] = ScheduledSequence(sequence, 1 + num_drafts, num_drafts)
 
     def _schedule_prompts(self) -> None:
         prompts = [sequence for sequence in self._running if sequence not in self._entries]
         budget = self.limits.max_step_tokens - sum(entry.num_tokens for entry in self._entries.values())
         wanted = [self._chunk_wanted(sequence) for sequence in prompts]
         for sequence, num_tokens in zip(prompts, _shares(budget, wanted), strict=True):
-            if num_tokens and sequence.memory is not None and self._reserve(sequence, num_tokens):
+            if not num_tokens or sequence.memory is None:
+                continue
+            if self._reserve_unused(sequence, num_tokens + self.num_lookahead) or self._reserve(sequence, num_tokens):
                 self._entries[sequence] = ScheduledSequence(sequence, num_tokens)
 
     def _chunk_wanted(self, sequence: Sequence) -> int:
@@ -212,14 +217,21 @@ class Scheduler:
 
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for a step, if need be from others; else the sequence itself gives way."""
-        rows = min(num_tokens + self.num_lookahead, sequence.max_len - sequence.num_computed)
-        if self.states.reserve(sequence, rows):
-            return True
         behind = self._running[bisect_left(self._running, sequence.place_in_line, key=_PLACE) + 1 :]
-        if self._make_room(lambda: self.states.num_missing(sequence, rows), behind):
-            return self.states.reserve(sequence, rows)
+        if self._reserve_from(behind, sequence, num_tokens):
+            return True
         self._preempt(sequence)
         return False
+
+    def _reserve_unused(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for a step that no other sequence needs, as far as the sequence can get; False if they are too few."""
+        return self._reserve_from([], sequence, min(num_tokens, sequence.max_len - sequence.num_computed))
+
+    def _reserve_from(self, victims: list[Sequence], sequence: Sequence, num_tokens: int) -> bool:
+        return self.states.reserve(sequence, num_tokens) or (
+            self._make_room(lambda: self.states.num_missing(sequence, num_tokens), victims)
+            and self.states.reserve(sequence, num_tokens)
+        )
 
     def _admit(self) -> None:
         while self._waiting:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from qwen4exp_trt.runtime import LLM, RequestOutput
+from qwen4exp_trt.runtime.sampler import SampleRequest
+from qwen4exp_trt.runtime.step_result import SampledStep
 
 
 def ids(token_ids: Any) -> dict[str, Any]:
@@ -41,6 +43,12 @@ def observed_steps(llm: LLM) -> Iterator[list[dict[str, Any]]]:
         def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
             steps.append({name: value.tolist() for name, value in inputs.items()})
             return backend.run(inputs)
+
+        def sample_step(
+            self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+        ) -> SampledStep:
+            steps.append({name: value.tolist() for name, value in inputs.items()})
+            return backend.sample_step(inputs, requests, vocab_limit)
 
     llm.core.backend = Observer()
     try:
