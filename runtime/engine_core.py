@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.errors import DroppedError, RequestError, UnreadableRowsError
+from qwen4exp_trt.errors import DroppedError, PromptTooLongError, RequestError, UnreadableRowsError
 from qwen4exp_trt.runtime.backend import Backend
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.verification import verified
@@ -95,12 +95,23 @@ class EngineCore:
         out_of_range = [token for token in params.stop_token_ids or () if token >= self.vocab_size]
         if out_of_range:
             raise RequestError(f"stop_token_ids {out_of_range} are not below the vocabulary size {self.vocab_size}")
-        checker = StopChecker(params, self.stop_token_ids, len(token_ids), self.limits.max_seq_len)
-        room = self.limits.max_seq_len - len(token_ids)
+        max_seq_len = self._longest_sequence(params, len(token_ids))
+        checker = StopChecker(params, self.stop_token_ids, len(token_ids), max_seq_len)
+        room = max_seq_len - len(token_ids)
         max_len = len(token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
         self.scheduler.check_capacity(max_len)
         own_id = str(next(self._ids)) if request_id is None else request_id
         return Sequence(own_id, prompt, token_ids, params, max_len, checker, self.tokenizer, metrics, priority)
+
+    def _longest_sequence(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Without ``max_tokens`` an output may go on as far as the KV cache holds it."""
+        num_cached = self.scheduler.num_blocks * self.limits.block_size
+        if num_prompt_tokens >= num_cached:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens, but the KV cache has room for {num_cached} in its "
+                f"{self.scheduler.num_blocks} pages; shorten it or give the cache more pages"
+            )
+        return self.limits.max_seq_len if params.max_tokens is not None else min(self.limits.max_seq_len, num_cached)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `make_sequence` made."""
@@ -285,7 +296,7 @@ class EngineCore:
         if not checked:
             raise RequestError("the prompt is empty; give at least one token")
         if len(checked) > longest:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"the prompt has {len(checked)} tokens, but this bundle takes at most {longest} "
                 f"(max_seq_len {self.limits.max_seq_len}); shorten it or build with a larger --max-seq-len"
             )

@@ -35,6 +35,10 @@ class RequestError(Q4eError):
     """A generation request that cannot be served as asked."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt that leaves no room for a token in the longest sequence of the bundle or of its KV cache."""
+
+
 class UnreadableRowsError(CheckpointError):
     """Rows of the n-gram table that a step needs and that cannot be read. Nothing was run, and no state has changed.
 

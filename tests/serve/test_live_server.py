@@ -329,6 +329,12 @@ def test_fields_without_effect_are_taken(server: LiveServer) -> None:
     assert response.json()["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_prompt_that_is_too_long_has_openai_s_code(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="takes at most 767") as caught:
+        client.completions.create(model=MODEL, prompt=[5] * 768)
+    assert caught.value.code == "context_length_exceeded"
+
+
 def test_a_request_of_more_prompts_than_there_is_room_for_is_wrong(server: LiveServer) -> None:
     response = server.post("/v1/completions", {"prompt": ["x"] * 65})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
@@ -432,7 +438,7 @@ def test_a_request_that_the_engine_drops_is_the_servers_fault(
 
 def test_the_examples_of_the_docs_run(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
     docs = (ROOT / "docs" / "serving.md").read_text() + (ROOT / "README.md").read_text().partition("\n## Serve\n")[2]
-    docs = docs.replace("http://127.0.0.1:8000", server.url).replace("max_tokens=64", "max_tokens=2")
+    docs = re.sub(r"tokens=\d+", "tokens=4", docs.replace("http://127.0.0.1:8000", server.url))
     commands = re.findall(r"^curl .*?[^\\]$", docs, re.MULTILINE | re.DOTALL)
     examples = re.findall(r"```python\n(.*?)```", docs, re.DOTALL)
     examples = [example for example in examples if "OpenAI(" in example]
@@ -446,7 +452,7 @@ def test_the_examples_of_the_docs_run(server: LiveServer, capsys: pytest.Capture
     for example in examples:
         exec(example, {})
     out = capsys.readouterr().out
-    assert out.count("CompletionUsage(completion_tokens=16") == 2
+    assert out.count("CompletionUsage(completion_tokens=4") == 2
 
 
 def test_the_command_serves_until_sigterm(served_bundle: Path) -> None:
