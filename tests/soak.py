@@ -21,12 +21,9 @@ from qwen4exp_trt.runtime.outputs import StreamChunk
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 
 LIMITS: dict[str, int] = {"max_batch_size": 24, "max_seq_len": 64, "prefill_chunk": 16, "block_size": 4}
-NUM_BLOCKS = 120
+NUM_BLOCKS = 84
 """A full batch of the longest sequences would take 384 pages, so sequences are preempted."""
 CLIENTS = 64
-
-STOP_STRINGS = (" the", "e, a", ".\n", "she w", "and", "ing ", "; ", '"')
-"""Some are within a token, some across two."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +47,22 @@ class Answer:
     text: str = ""
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_preemptions: int = 0
 
     def add(self, chunk: StreamChunk) -> None:
         self.token_ids += chunk.token_ids
         self.text += chunk.text
         self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
+        if chunk.metrics is not None:
+            self.num_preemptions = chunk.metrics.num_preemptions
 
 
 class Workload:
     """An endless stream of requests by a seed. Prompts begin with a few common texts, cut at random places."""
 
-    def __init__(self, text: Sequence[int], vocab_size: int, seed: int) -> None:
+    def __init__(self, text: Sequence[int], vocab_size: int, stop_strings: Sequence[str], seed: int) -> None:
         self._rng = random.Random(seed)
-        self._vocab_size = vocab_size
+        self._vocab_size, self._stop_strings = vocab_size, stop_strings
         self._texts = [list(text[start : start + 64]) for start in range(0, 12 * 200, 200)]
 
     def __iter__(self) -> Iterator[Request]:
@@ -91,7 +91,7 @@ class Workload:
         return SamplingParams(
             **sampled,
             max_tokens=rng.choice((1, 2, 3, 4, 6, 8, 20)),
-            stop=rng.sample(STOP_STRINGS, 2) if rng.random() < 0.4 else None,
+            stop=rng.sample(self._stop_strings, 2) if rng.random() < 0.4 else None,
             ignore_eos=rng.random() < 0.2,
             logprobs=rng.choice((None, None, None, 0, 2)),
         )
