@@ -109,7 +109,7 @@ class LLM:
         self._chat_template = ChatTemplate.from_dir(folder)
         loaded = make_backend(backend, device, folder, self.manifest, options)
         assert loaded.memory_plan is not None
-        self.memory_plan = loaded.memory_plan
+        self.memory_plan, self._ngram_table = loaded.memory_plan, loaded.rows
         self.core = EngineCore(
             loaded,
             self.manifest.limits,
@@ -133,6 +133,13 @@ class LLM:
     def close(self) -> None:
         """Write to disk what the prefix cache keeps there. Nothing can be generated afterwards."""
         self.core.close()
+        self._ngram_table.close()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What was found at the start: ``memory``, bytes by use and what there was of them; ``ngram_table``, where it
+        is and, on a disk, how fast that is."""
+        return {"memory": self.memory_plan.to_dict(), "ngram_table": dict(self._ngram_table.info)}
 
     def __enter__(self) -> Self:
         return self
