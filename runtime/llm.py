@@ -121,18 +121,16 @@ class LLM:
     def _make_core(
         self, loaded: EagerBackend | TensorRTBackend, opener: Callable[[SequenceStates], PrefixCache] | None
     ) -> EngineCore:
-        vocab_size, limits = self.manifest.vocab_size, self.manifest.limits
-        vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
         core = EngineCore(
             loaded,
-            limits,
+            self.manifest.limits,
             self.memory_plan.num_blocks,
-            vocab_size,
+            self.manifest.vocab_size,
             self.manifest.stop_token_ids,
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
             prefix_cache=opener,
-            drafting=make_drafting(self.speculative_config, loaded.draft, limits, vocab_size, vocab_limit),
+            drafting=make_drafting(self.speculative_config, loaded.draft, self.manifest, self.tokenizer),
             nan_trace=loaded.nan_trace if isinstance(loaded, EagerBackend) else None,
         )
         if isinstance(core.prefix_cache, PrefixCache):
@@ -147,8 +145,10 @@ class LLM:
     @property
     def info(self) -> dict[str, Any]:
         """What was found at the start: ``memory``, bytes by use and what there was of them; ``ngram_table``, where it
-        is and, on a disk, how fast that is."""
-        return {"memory": self.memory_plan.to_dict(), "ngram_table": dict(self._ngram_table.info)}
+        is and, on a disk, how fast that is. And ``speculate``, the drafts that were asked for, None without."""
+        drafts = None if self.speculative_config is None else str(self.speculative_config)
+        ngram_table = dict(self._ngram_table.info)
+        return {"memory": self.memory_plan.to_dict(), "ngram_table": ngram_table, "speculate": drafts}
 
     def __enter__(self) -> Self:
         return self
