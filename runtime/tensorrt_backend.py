@@ -108,8 +108,8 @@ class TensorRTBackend:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return result
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
-        self.rows.prefetch(windows)
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
+        self.rows.prefetch(windows, at_once)
 
     def _profile_for(self, inputs: Mapping[str, Tensor]) -> str:
         """The first profile whose ranges hold the shapes of ``inputs``."""
