@@ -194,8 +194,9 @@ class Scheduler:
     def _schedule_decoding(self, sequence: Sequence) -> None:
         room = sequence.max_len - len(sequence.token_ids) - 1
         num_drafts = max(min(len(sequence.draft_token_ids), DRAFT_ROWS - 1, room), 0)
-        if not self._reserve_unused(sequence, 1 + num_drafts + self.num_lookahead):
-            num_drafts = 0  # no other sequence gives way to drafts
+        # Drafts, those to come included, are not worth another's memory.
+        if not self._reserve_free(sequence, 1 + num_drafts + self.num_lookahead):
+            num_drafts = 0
             if not self._reserve(sequence, 1):
                 return
         self._entries[sequence] = ScheduledSequence(sequence, 1 + num_drafts, num_drafts)
@@ -207,7 +208,7 @@ class Scheduler:
         for sequence, num_tokens in zip(prompts, _shares(budget, wanted), strict=True):
             if not num_tokens or sequence.memory is None:
                 continue
-            if self._reserve_unused(sequence, num_tokens + self.num_lookahead) or self._reserve(sequence, num_tokens):
+            if self._reserve_free(sequence, num_tokens + self.num_lookahead) or self._reserve(sequence, num_tokens):
                 self._entries[sequence] = ScheduledSequence(sequence, num_tokens)
 
     def _chunk_wanted(self, sequence: Sequence) -> int:
@@ -215,23 +216,22 @@ class Scheduler:
         until_boundary = sequence.num_tokens_left if boundary is None else boundary - sequence.num_computed
         return min(sequence.num_tokens_left, until_boundary, self.limits.prefill_chunk)
 
+    def _reserve_free(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for a step of up to ``num_tokens``, from those that no sequence holds."""
+        rows = min(num_tokens, sequence.max_len - sequence.num_computed)
+        return self.states.reserve(sequence, rows) or (
+            self._make_room(lambda: self.states.num_missing(sequence, rows), []) and self.states.reserve(sequence, rows)
+        )
+
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for a step, if need be from others; else the sequence itself gives way."""
-        behind = self._running[bisect_left(self._running, sequence.place_in_line, key=_PLACE) + 1 :]
-        if self._reserve_from(behind, sequence, num_tokens):
+        if self.states.reserve(sequence, num_tokens):
             return True
+        behind = self._running[bisect_left(self._running, sequence.place_in_line, key=_PLACE) + 1 :]
+        if self._make_room(lambda: self.states.num_missing(sequence, num_tokens), behind):
+            return self.states.reserve(sequence, num_tokens)
         self._preempt(sequence)
         return False
-
-    def _reserve_unused(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for a step that no other sequence needs, as far as the sequence can get; False if they are too few."""
-        return self._reserve_from([], sequence, min(num_tokens, sequence.max_len - sequence.num_computed))
-
-    def _reserve_from(self, victims: list[Sequence], sequence: Sequence, num_tokens: int) -> bool:
-        return self.states.reserve(sequence, num_tokens) or (
-            self._make_room(lambda: self.states.num_missing(sequence, num_tokens), victims)
-            and self.states.reserve(sequence, num_tokens)
-        )
 
     def _admit(self) -> None:
         while self._waiting:

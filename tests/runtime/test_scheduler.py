@@ -103,8 +103,7 @@ class Simulation:
             sequence = entry.sequence
             assert sequence in running and sequence.memory is not None
             assert 0 < entry.num_tokens <= max(self.limits.prefill_chunk, DRAFT_ROWS)
-            rows = min(entry.start + entry.num_tokens + self.num_lookahead, sequence.max_len)
-            assert len(sequence.memory.blocks) * self.limits.block_size >= rows
+            assert len(sequence.memory.blocks) * self.limits.block_size >= entry.start + entry.num_tokens
             if sequence.request_id not in self.started:
                 self.started.append(sequence.request_id)
         decoding = [sequence for sequence in running if sequence.num_tokens_left == 1]
@@ -179,6 +178,20 @@ def test_drafts_follow_the_last_token() -> None:
     sequence.set_drafts(list(range(20)))
     assert simulation.step(num_accepted=7) == {"a": 8}
     assert len(sequence.token_ids) == 23 and sequence.finish_reason == "length"
+
+
+def test_drafts_take_no_page_from_others() -> None:
+    simulation = Simulation(LIMITS, 3)
+    sequences = [make_sequence("first", 4, 9), make_sequence("last", 4, 9)]
+    simulation.add(*sequences)
+    assert simulation.step() == {"first": 4, "last": 4}
+    for sequence in sequences:
+        sequence.set_drafts([1, 2, 3])
+    assert simulation.step() == {"first": 4, "last": 4}
+    for sequence in sequences:
+        sequence.set_drafts([1, 2, 3, 4])
+    assert simulation.step() == {"first": 5, "last": 1}, "one page was left"
+    assert simulation.num_preemptions == 0
 
 
 def test_no_more_drafts_than_the_sequence_may_become_long() -> None:
