@@ -220,6 +220,10 @@ def load_eager_backend(
     logger.info("loading %d weights from %s", len(weight_specs), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
         weights = load_weights(weight_specs, reader, device, options.progress, manifest.host_weights)
+
+    def parts(program: Program) -> tuple[Program, Mapping[str, Tensor], Mapping[str, Tensor]]:
+        return program, states, {spec.name: weights[spec.name] for spec in program.weights}
+
     model, *drafts = programs
     rows: NgramTable = ResidentTable(PleResidency(manifest.ple_residency))
     if any(isinstance(spec, NgramRowsSpec) for spec in model.inputs):
@@ -230,8 +234,8 @@ def load_eager_backend(
     draft = None
     if drafts:
         token_ids = load_token_ids(folder, manifest)
-        draft = EagerBackend(drafts[0], states, weights, limits, device, token_ids=token_ids)
-    backend = EagerBackend(model, states, weights, limits, device, rows, plan, draft)
+        draft = EagerBackend(*parts(drafts[0]), limits, device, token_ids=token_ids)
+    backend = EagerBackend(*parts(model), limits, device, rows, plan, draft)
     if options.debug_nan:
         backend.watch_nan()
     return backend
