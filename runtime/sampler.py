@@ -18,6 +18,7 @@ from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.drafts.rejection import DraftedToken, filtered_probs, logits_given_drafts
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.specs import TensorSpec
+from qwen4exp_trt.runtime.weights import dtype_from_name
 
 SAMPLING_INPUTS = tuple(
     TensorSpec(name, ("L",), dtype)
@@ -184,6 +185,11 @@ def sampling_operands(requests: Sequence[SampleRequest]) -> dict[str, Tensor]:
         + NoiseStream.SAMPLE.offset(0),
     }
     return {spec.name: torch.from_numpy(arrays[spec.name]) for spec in SAMPLING_INPUTS}
+
+
+def greedy_operands(num_rows: int) -> dict[str, Tensor]:
+    """The `SAMPLING_INPUTS` of rows whose best tokens are wanted, on the CPU."""
+    return {spec.name: torch.zeros(num_rows, dtype=dtype_from_name(spec.dtype)) for spec in SAMPLING_INPUTS}
 
 
 def draw(logits: Tensor, raw_logits: Tensor, operands: Mapping[str, Tensor], vocab_limit: int | None) -> Tensor:

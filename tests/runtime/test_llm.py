@@ -173,8 +173,9 @@ def test_every_eos_ends_an_output_unless_ignored(llm: LLM, eos: int, monkeypatch
 
     def favour_eos(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         results = original(inputs)
-        results["logits"][:, eos] = 1e3
-        return results
+        logits = results["logits"].clone()
+        logits[:, eos] = 1e3
+        return {**results, "logits": logits}
 
     monkeypatch.setattr(backend, "_execute", favour_eos)
     output = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=3))[0].outputs[0]
