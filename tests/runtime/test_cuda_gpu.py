@@ -211,9 +211,7 @@ def test_the_command_uses_the_kernels_of_the_bundle(bundle: Path, on_cpu: LLM, t
 
 
 def test_more_memory_than_there_is(bundle: Path) -> None:
-    with pytest.raises(
-        BundleError, match=r"pages of states take [\d,.]+ GiB, but cuda:0 has [\d.]+ GiB; load the bundle"
-    ):
+    with pytest.raises(BundleError, match=r"too much for the memory of cuda:0, where [\d.,]+ GiB are available"):
         LLM(bundle, device="cuda", num_blocks=2**32)
     with pytest.raises(BundleError, match=r"device 'cuda:99': this machine has \d+ GPUs"):
         LLM(bundle, device="cuda:99")
