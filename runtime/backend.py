@@ -41,7 +41,15 @@ from qwen4exp_trt.runtime.sampler import (
 )
 from qwen4exp_trt.runtime.specs import NgramRowsSpec, PleResidency
 from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
-from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, real_rows, stack_of, step_result
+from qwen4exp_trt.runtime.step_result import (
+    DrawnStep,
+    SampledStep,
+    StepResult,
+    drawn_step,
+    real_rows,
+    stack_of,
+    step_result,
+)
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
@@ -161,6 +169,21 @@ class EagerBackend:
                     return SampledStep(self._report(results, requests, vocab_limit), stack)
         result = self._run(inputs)
         return SampledStep(sample(result.logits[: len(requests)], requests, vocab_limit), result.stack)
+
+    def draw_step(
+        self, inputs: Mapping[str, Tensor], operands: Mapping[str, Tensor], vocab_limit: int | None
+    ) -> DrawnStep:
+        """Run one step, update the states, and draw from each row of the logits by ``operands`` (`SAMPLING_INPUTS`, on
+        the CPU). Nothing waits for the GPU."""
+        inputs = self.rows.complete(inputs)
+        if self._graphs is not None:
+            with torch.cuda.device(self.device), _steps_that_fit(self.device):
+                results = self._graphs_that_sample(vocab_limit).run({**inputs, **operands})
+                if results is not None:
+                    rows = real_rows(self.program.outputs, results, inputs, is_reused=False)
+                    drawn = results["drawn"][:, : len(rows["logits"])]
+                    return DrawnStep(drawn, rows["logits"], stack_of(rows))
+        return drawn_step(self._run(inputs), operands, vocab_limit)
 
     def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs:
         def execute(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
