@@ -207,7 +207,8 @@ def report(
     drawn: Tensor, logits: Tensor, requests: Sequence[SampleRequest], vocab_limit: int | None
 ) -> list[SampledToken | None]:
     """The tokens of the first rows of ``drawn`` (`draw`, on the CPU); ``logits`` are the raw ones of any dtype."""
-    ids, logprobs, ranks = drawn[0].tolist(), drawn[1].view(torch.float32).tolist(), drawn[2].tolist()
+    values = drawn.numpy()
+    ids, logprobs, ranks = values[0].tolist(), values[1].view(np.float32).tolist(), values[2].tolist()
     sampled: list[SampledToken | None] = []
     for row, request in enumerate(requests):
         top, count = None, request.params.logprobs

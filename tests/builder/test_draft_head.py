@@ -18,13 +18,17 @@ from released_model import released_config
 from safetensors.torch import load_file, save_file
 
 from qwen4exp_trt.builder.__main__ import main
-from qwen4exp_trt.builder.compile import ExportOptions, transform_config
+from qwen4exp_trt.builder.activations import estimate_activations
+from qwen4exp_trt.builder.compile import ExportOptions, compile_program, transform_config
 from qwen4exp_trt.builder.draft_head import DraftChoice, choose_draft_head
+from qwen4exp_trt.builder.engine import build_engine
 from qwen4exp_trt.builder.kernels import kernels_of
 from qwen4exp_trt.builder.options import PlanOptions
 from qwen4exp_trt.builder.plan import DEVICES, make_plan
 from qwen4exp_trt.builder.plan_moves import fitting_moves
 from qwen4exp_trt.builder.policy import PRECISIONS, Choice, choose_weight_formats
+from qwen4exp_trt.builder.profiles import optimization_profiles
+from qwen4exp_trt.builder.weight_plan import plan_weights
 from qwen4exp_trt.errors import BuildError, BundleError, ConfigError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.weights import expected_weights
@@ -34,6 +38,7 @@ from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
+from qwen4exp_trt.runtime.trt_module import load_trt
 from qwen4exp_trt.runtime.weight_formats import WeightFormat as F
 
 pytestmark = pytest.mark.usefixtures("quick_builds")
@@ -263,3 +268,21 @@ def test_kernels_are_found_for_its_own_shapes() -> None:
     assert sizes == {(2560, 4), (2560, 1), (10240, 1)}
     names = {spec.name for node in program.calls() if (spec := spec_of(node.target)) is not None}
     assert {"qsa_attention", "qsa_indexer", "qsa_select", "moe", "hc_combine_norm"} <= names
+
+
+@pytest.mark.slow
+@pytest.mark.trt
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
+def test_the_released_draft_head_has_an_engine(precision: str) -> None:
+    """At full size, with a vocabulary of its own, for the GB10."""
+    config = replace(released_config(has_draft_head=True), draft_vocab_size=32768)
+    plan = plan_weights(config, None, precision, "checkpoint", ())
+    options = PlanOptions(checkpoint=Path("unused"))
+    compiled = compile_program(
+        config, replace(options.export, is_draft=True), Quantization(plan.formats, plan.table_scales)
+    )
+    profiles = optimization_profiles(options.limits_for(config), (*compiled.program.inputs, *compiled.program.states))
+    engine = build_engine(load_trt("tensorrt-rtx"), compiled.onnx_model, profiles, "sm121")
+    assert 2**20 < len(engine.engine) < 32 * 2**20
+    estimate = estimate_activations(config, "bfloat16", options.limits_for(config))
+    assert engine.activation_bytes is not None and engine.activation_bytes < 1.35 * estimate
