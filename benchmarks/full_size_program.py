@@ -33,12 +33,16 @@ def choose_formats(config: ModelConfig, precision: str, ple: str) -> Quantizatio
 def make_program(
     config_file: Path, precision: str, ple: str, limits: EngineLimits, folder: Path, arch: str, num_sms: int
 ) -> int:
-    """Write the BF16 program into ``folder`` and compile its kernels into the cache; returns how many there are."""
-    config = ModelConfig.from_file(config_file)
-    options = ExportOptions("bfloat16", "auto", limits.block_size)
-    program, _ = transform_config(config, options, choose_formats(config, precision, ple))
-    folder.mkdir()
-    save_program(program, folder)
-    kernels = kernels_of(program, limits, num_sms)
-    load_cubins(kernels, arch)
-    return len(kernels)
+    """Write the BF16 program into ``folder``, that of the config's draft head into ``draft_head`` there, if it has one,
+    and compile their kernels into the cache; returns how many there are."""
+    config, count = ModelConfig.from_file(config_file), 0
+    for is_draft in (False, True) if config.has_draft_head else (False,):
+        options = ExportOptions("bfloat16", "auto", limits.block_size, is_draft=is_draft)
+        program, _ = transform_config(config, options, choose_formats(config, precision, ple))
+        place = folder / "draft_head" if is_draft else folder
+        place.mkdir()
+        save_program(program, place)
+        kernels = kernels_of(program, limits, num_sms)
+        load_cubins(kernels, arch)
+        count += len(kernels)
+    return count

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
@@ -49,6 +50,9 @@ class NullBackend:
         self.states = StatePool((), {})
         self.called = self.returned = 0.0
         """When its last step began and ended."""
+
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+        """It reads nothing."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         raise NotImplementedError("steps sample")

@@ -35,6 +35,8 @@ def step_bytes(request: PlanRequest, num_seqs: int, num_tokens: int, distinct_ex
     config, weights = request.config, 0
     formats = request.choose_formats(request.precision, request.ple)
     for group in weight_groups(config, formats, request.activation_dtype):
+        if group.component.is_of_draft_head:
+            continue
         if group.component is Component.EXPERTS:
             weights += int(group.num_bytes * distinct_experts / config.num_experts)
         elif group.component in (Component.NGRAM_TABLE, Component.EMBED_TOKENS):

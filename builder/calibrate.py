@@ -20,6 +20,7 @@ from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.evaluation import default_window
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, path_from_identifier
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
@@ -135,6 +136,9 @@ class _ObservingBackend:
         self.program, self.weights, self.rows, self.num_blocks = program, weights, rows, num_blocks
         self.states = StatePool(program.states, allocate_states(program.states, num_blocks, num_slots=1))
         self.amax = dict.fromkeys(paths, torch.zeros(()))
+
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+        self.rows.prefetch(windows)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         observer = _Observer(self.program.module, {identifier_from_path(path) for path in self.amax})

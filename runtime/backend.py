@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,7 @@ from qwen4exp_trt.runtime.manifest import KERNELS_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan, plan_memory
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWindow
 from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.sampler import (
@@ -37,7 +38,7 @@ from qwen4exp_trt.runtime.sampler import (
     sample,
     sampling_operands,
 )
-from qwen4exp_trt.runtime.specs import NgramRowsSpec
+from qwen4exp_trt.runtime.specs import NgramRowsSpec, PleResidency
 from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, real_rows, stack_of, step_result
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
@@ -61,7 +62,14 @@ class Backend(Protocol):
         ...
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Run one step, update the states, and return float32 logits ``[L, vocab_size]``."""
+        """Run one step, update the states, and return float32 logits ``[L, vocab_size]``.
+
+        `UnreadableRowsError` before anything has changed: the step can be run without the sequences that it names.
+        """
+        ...
+
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+        """Say which tokens come after the next step, so that what they need from a disk is read while that runs."""
         ...
 
 
@@ -82,16 +90,16 @@ class EagerBackend:
         weights: Mapping[str, Tensor],
         limits: EngineLimits,
         device: torch.device,
-        rows: NgramRows | None = None,
+        rows: NgramTable | None = None,
         memory_plan: MemoryPlan | None = None,
         draft: EagerBackend | None = None,
         token_ids: Tensor | None = None,
     ) -> None:
-        self.program, self.weights, self.rows, self.device = program, weights, rows, device
+        self.program, self.weights, self.rows, self.device = program, weights, rows or ResidentTable(), device
         self.limits, self.memory_plan, self.draft = limits, memory_plan, draft
         self.token_ids = token_ids
         """int64 ``[V]`` on the CPU: the ids that the columns of the logits stand for, ascending; None for all ids."""
-        others = [part.states for part in (rows, draft) if part is not None]
+        others = [self.rows.states, *([draft.states] if draft is not None else [])]
         self.states = StatePool(program.states, states).joined(*others)
         self._graphs, self._program_for_few = None, program
         if device.type == "cuda":
@@ -107,10 +115,10 @@ class EagerBackend:
 
     def run_step(self, inputs: Mapping[str, Tensor]) -> StepResult:
         """Run one step and update the states."""
-        return self._run(self._completed(inputs))
+        return self._run(self.rows.complete(inputs))
 
-    def _completed(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        return inputs if self.rows is None else self.rows.complete(inputs)
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+        self.rows.prefetch(windows)
 
     def _run(self, inputs: Mapping[str, Tensor]) -> StepResult:
         outputs = self.program.outputs
@@ -136,7 +144,7 @@ class EagerBackend:
 
         Of a captured step the tokens are all that the host waits for. ``inputs`` may ask for logits of more rows.
         """
-        inputs = self._completed(inputs)
+        inputs = self.rows.complete(inputs)
         if self._graphs is not None:
             with torch.cuda.device(self.device), _steps_that_fit(self.device):
                 results = self._graphs_that_sample(vocab_limit).run({**inputs, **sampling_operands(requests)})
@@ -201,9 +209,10 @@ def load_eager_backend(
     with TensorReader(*files) as reader:
         weights = load_weights(weight_specs, reader, device, options.progress, manifest.host_weights)
     model, *drafts = programs
-    rows = None
+    rows: NgramTable = ResidentTable(PleResidency(manifest.ple_residency))
     if any(isinstance(spec, NgramRowsSpec) for spec in model.inputs):
         rows = NgramRows(model.inputs, TensorReader(*files), limits.num_slots, options.row_cache_bytes)
+        rows.measure_disks()
     if device.type == "cuda":
         use_cubins(folder / KERNELS_DIR)
     draft = None

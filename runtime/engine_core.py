@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.errors import DroppedError, RequestError
+from qwen4exp_trt.errors import DroppedError, PromptTooLongError, RequestError, UnreadableRowsError
 from qwen4exp_trt.runtime.backend import Backend
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.verification import verified
 from qwen4exp_trt.runtime.hooks import NoPrefixCache, PrefixCache
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
+from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.sampler import SampledToken, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
@@ -58,11 +59,13 @@ class EngineCore:
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
         self.drafting = drafting
-        num_rewritten, num_lookahead = 0, 0
+        pool, num_rewritten, num_lookahead = backend.states, 0, 0
         if drafting is not None:
-            num_rewritten, num_lookahead = drafting.proposer.num_rewritten, drafting.proposer.num_lookahead
+            proposer = drafting.proposer
+            num_rewritten, num_lookahead = proposer.num_rewritten, proposer.num_lookahead
+            pool = pool if proposer.states is None else pool.joined(proposer.states)
             self.metrics.add_source(drafting.collect)
-        self.states = SequenceStates(backend.states, limits, num_blocks, num_rewritten)
+        self.states = SequenceStates(pool, limits, num_blocks, num_rewritten)
         self.prefix_cache = prefix_cache(self.states) if prefix_cache else NoPrefixCache()
         self.scheduler = Scheduler(
             limits, self.states, max_num_seqs, self.prefix_cache, num_lookahead, metrics=self.metrics
@@ -92,12 +95,23 @@ class EngineCore:
         out_of_range = [token for token in params.stop_token_ids or () if token >= self.vocab_size]
         if out_of_range:
             raise RequestError(f"stop_token_ids {out_of_range} are not below the vocabulary size {self.vocab_size}")
-        checker = StopChecker(params, self.stop_token_ids, len(token_ids), self.limits.max_seq_len)
-        room = self.limits.max_seq_len - len(token_ids)
+        max_seq_len = self._longest_sequence(params, len(token_ids))
+        checker = StopChecker(params, self.stop_token_ids, len(token_ids), max_seq_len)
+        room = max_seq_len - len(token_ids)
         max_len = len(token_ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
         self.scheduler.check_capacity(max_len)
         own_id = str(next(self._ids)) if request_id is None else request_id
         return Sequence(own_id, prompt, token_ids, params, max_len, checker, self.tokenizer, metrics, priority)
+
+    def _longest_sequence(self, params: SamplingParams, num_prompt_tokens: int) -> int:
+        """Without ``max_tokens`` an output may go on as far as the KV cache holds it."""
+        num_cached = self.scheduler.num_blocks * self.limits.block_size
+        if num_prompt_tokens >= num_cached:
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens, but the KV cache has room for {num_cached} in its "
+                f"{self.scheduler.num_blocks} pages; shorten it or give the cache more pages"
+            )
+        return self.limits.max_seq_len if params.max_tokens is not None else min(self.limits.max_seq_len, num_cached)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that `make_sequence` made."""
@@ -119,7 +133,8 @@ class EngineCore:
         """Run one step: each running sequence gets a token, or more of its prompt computed. Returns those.
 
         If the step fails, the sequences that it ran are dropped: their states may be half updated. A sequence whose
-        logits are unusable is dropped alone. Does nothing if another thread has finished every sequence meanwhile.
+        logits are unusable, or whose rows of an n-gram table cannot be read, is dropped alone. Does nothing if another
+        thread has finished every sequence meanwhile.
         """
         with self._turn():
             scheduled = self.scheduler.schedule()
@@ -166,9 +181,10 @@ class EngineCore:
         for entry in scheduled:
             if entry.sequence.metrics.first_scheduled_time is None:
                 self.metrics.scheduled(entry.sequence.metrics)
-        inputs, sampled = build_step_inputs(scheduled)
-        entries = [scheduled[index] for index in sampled]
-        rows, stack = self._sample(inputs, entries)
+        self.backend.prefetch(self._upcoming(scheduled))
+        scheduled, entries, rows, stack = self._execute(scheduled)
+        if not scheduled:
+            return
         now = self.metrics.clock()
         self.metrics.stepped(now - start, sum(entry.num_prompt_tokens for entry in scheduled))
         for entry in scheduled:
@@ -183,6 +199,29 @@ class EngineCore:
                 self._finish(sequence, sequence.finish_reason)
         if self.drafting is not None:
             self.drafting.propose(entry.sequence for entry in entries if entry.sequence.memory is not None)
+
+    def _execute(
+        self, scheduled: list[ScheduledSequence]
+    ) -> tuple[list[ScheduledSequence], list[ScheduledSequence], Iterator[SampledToken | None], Tensor | None]:
+        """Run a step, without the sequences whose n-gram rows cannot be read, which are dropped.
+
+        Returns what has run, those of it that get logits, and the results of `_sample` for these.
+        """
+        while scheduled:
+            inputs, sampled = build_step_inputs(scheduled)
+            entries = [scheduled[index] for index in sampled]
+            try:
+                return scheduled, entries, *self._sample(inputs, entries)
+            except UnreadableRowsError as error:
+                for index, cause in error.errors.items():
+                    self._drop(scheduled[index].sequence, str(cause), cause)
+                scheduled = [entry for index, entry in enumerate(scheduled) if index not in error.errors]
+        return [], [], iter(()), None
+
+    def _upcoming(self, scheduled: list[ScheduledSequence]) -> Iterator[TokenWindow]:
+        """Tokens that steps after this one will run, as far as they are known."""
+        for sequence, start, stop in self.scheduler.upcoming(scheduled):
+            yield TokenWindow(sequence.token_ids, start, stop)
 
     def _take(self, entry: ScheduledSequence, row_tokens: list[SampledToken | None], now: float) -> None:
         """Add the tokens of a step to a sequence; drop it if it comes to a row that none could be sampled from."""
@@ -211,9 +250,10 @@ class EngineCore:
         """Run a step. Returns the tokens of the rows of logits, which are those of ``entries``, and the stack."""
         requests = [request for entry in entries for request in entry.sequence.row_requests(entry.num_drafts)]
         vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
-        run_and_sample = getattr(self.backend, "sample", None)
+        run_and_sample = getattr(self.backend, "sample_step", None)
         if run_and_sample is not None:
-            return iter(run_and_sample(inputs, requests, vocab_limit)), None
+            step = run_and_sample(inputs, requests, vocab_limit)
+            return iter(step.tokens), step.stack
         return iter(sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)), None
 
     def score(self, token_ids: Iterable[Any]) -> Tensor:
@@ -256,7 +296,7 @@ class EngineCore:
         if not checked:
             raise RequestError("the prompt is empty; give at least one token")
         if len(checked) > longest:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"the prompt has {len(checked)} tokens, but this bundle takes at most {longest} "
                 f"(max_seq_len {self.limits.max_seq_len}); shorten it or build with a larger --max-seq-len"
             )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -19,6 +20,14 @@ from qwen4exp_trt.runtime.generation_config import GenerationConfig
 from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES, LoadOptions
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
+from qwen4exp_trt.runtime.prefix_cache.cache import PrefixCache
+from qwen4exp_trt.runtime.prefix_cache.cache_metrics import cache_metrics
+from qwen4exp_trt.runtime.prefix_cache.opening import prefix_cache_opener
+from qwen4exp_trt.runtime.prefix_cache.options import (
+    DEFAULT_DISK_BYTES,
+    DEFAULT_SNAPSHOT_INTERVAL,
+    PrefixCacheOptions,
+)
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
@@ -46,8 +55,10 @@ class LLM:
     what is left to the rest of the system; by default 4 GiB, or a sixteenth of a smaller machine. ``max_num_seqs``:
     how many sequences run at a time, at most (and by default) as many as the bundle is built for; the others wait.
     ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
-    Raises `BundleError` for a bundle that is damaged, of another version, without weights or too large for the memory
-    (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was built from.
+    ``enable_prefix_caching``: keep the states of prompts for others that begin alike; the options behind it are those
+    of `PrefixCacheOptions`. Raises `BundleError` for a bundle that is damaged, of another version, without weights or
+    too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was
+    built from.
 
     Threads may share it: their requests run in the same steps.
     """
@@ -64,12 +75,23 @@ class LLM:
         memory_reserve_bytes: int | None = None,
         max_num_seqs: int | None = None,
         speculate: SpeculativeConfig | str | None = None,
+        enable_prefix_caching: bool = True,
+        prefix_cache_bytes: int | None = None,
+        host_cache_bytes: int = 0,
+        cache_dir: str | Path | None = None,
+        disk_cache_bytes: int = DEFAULT_DISK_BYTES,
+        snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
     ) -> None:
+        self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
+        how = (prefix_cache_bytes, host_cache_bytes, cache_dir, disk_cache_bytes, snapshot_interval)
+        caching = PrefixCacheOptions(*how) if enable_prefix_caching else None
         options = LoadOptions(
+            with_draft_head=self.speculative_config is not None and self.speculative_config.method == "mtp",
             checkpoint=None if checkpoint is None else _checked_path("checkpoint", checkpoint),
             num_blocks=num_blocks,
             row_cache_bytes=row_cache_bytes,
             memory_reserve_bytes=memory_reserve_bytes,
+            prefix_cache=caching,
             progress=progress,
         )
         folder = _checked_path("bundle", bundle)
@@ -82,7 +104,6 @@ class LLM:
                 f"max_num_seqs is {max_num_seqs!r}; this bundle runs 1 to {limits.max_batch_size} sequences at a time, "
                 "and more if it is built with a larger --max-batch-size"
             )
-        self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         self.tokenizer = Tokenizer.from_dir(folder)
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
@@ -97,8 +118,27 @@ class LLM:
             self.manifest.stop_token_ids,
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
-            drafting=make_drafting(self.speculative_config),
+            prefix_cache=prefix_cache_opener(self.manifest, backend, loaded.device, caching) if caching else None,
+            drafting=make_drafting(
+                self.speculative_config,
+                loaded.draft,
+                limits,
+                self.manifest.vocab_size,
+                self.tokenizer.vocab_size if self.tokenizer else None,
+            ),
         )
+        if isinstance(self.core.prefix_cache, PrefixCache):
+            self.core.metrics.add_source(partial(cache_metrics, self.core.prefix_cache))
+
+    def close(self) -> None:
+        """Write to disk what the prefix cache keeps there. Nothing can be generated afterwards."""
+        self.core.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def generate(
         self,

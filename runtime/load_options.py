@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.progress_line import Progress
 
 DEFAULT_ROW_CACHE_BYTES = 64 * 2**20
@@ -27,8 +28,10 @@ class LoadOptions:
     """Memory for rows of an n-gram table that stays on disk."""
     memory_reserve_bytes: int | None = None
     """Of the host's memory, what is left to the rest of the system; None for `default_reserve`."""
+    prefix_cache: PrefixCacheOptions | None = None
+    """What the caller keeps of states beside the backend; None for nothing."""
     other_uses: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that the caller takes beside the backend, by what for."""
+    """Bytes that the caller takes besides, by what for."""
     progress: Progress | None = None
     """Is called with the bytes of weights that are loaded, and the bytes of all."""
 

@@ -17,6 +17,7 @@ from qwen4exp_trt.runtime.host_memory import available_memory, total_memory
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
+from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES, NgramRowsSpec, PleResidency, extent_of
 from qwen4exp_trt.runtime.state_pool import state_bytes
@@ -168,6 +169,7 @@ def _fixed_uses(
 ) -> list[MemoryUse]:
     """All but the states."""
     limits, is_gpu = manifest.limits, device.type == "cuda"
+    states = [state for program in programs for state in program.states]
     files = [manifest.files.get(name) for name in (ENGINE_FILE, f"{DRAFT_DIR}/{ENGINE_FILE}")]
     engines = [0 if file is None else file.size for file in files]
     weights = {spec.name: spec.tensor.num_bytes({}) for program in programs for spec in program.weights}
@@ -192,6 +194,18 @@ def _fixed_uses(
         MemoryUse("engine", sum(engines[: len(programs)]) if runs_engine else 0),
         MemoryUse("CUDA context and buffers" if is_gpu else "buffers", _overhead(is_gpu)),
         *(MemoryUse(name, size) for name, size in options.other_uses.items()),
+        *_cache_uses(options.prefix_cache, limits, state_bytes(states, 0, 1)),
+    ]
+
+
+def _cache_uses(options: PrefixCacheOptions | None, limits: EngineLimits, slot_bytes: int) -> list[MemoryUse]:
+    """What the prefix cache may grow to."""
+    if options is None:
+        return []
+    return [
+        MemoryUse("prefix cache: snapshots", options.device_bytes(limits.num_slots, slot_bytes)),
+        MemoryUse("prefix cache: host tier", options.host_cache_bytes, is_on_host=True),
+        MemoryUse("prefix cache: queue of the disk", options.queue_bytes(slot_bytes), is_on_host=True),
     ]
 
 

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.errors import CheckpointError
 from qwen4exp_trt.runtime.materialize import materialize
 from qwen4exp_trt.runtime.recipe_pieces import with_joins_outside
 from qwen4exp_trt.runtime.recipe_rows import NotByRows, as_dtype
 from qwen4exp_trt.runtime.recipe_shapes import RecipeShapes
+from qwen4exp_trt.runtime.row_files import FailedRowsError
 from qwen4exp_trt.runtime.specs import Source, SourceRows, Transform, WeightRecipe
 from qwen4exp_trt.runtime.tensor_source import RowReader, TensorSource
 from qwen4exp_trt.runtime.weights import apply_transform
@@ -59,18 +61,48 @@ class RowTable:
             form.open(source)
 
     def read(self, rows: np.ndarray) -> Tensor:
-        """``[n, ...]`` on the CPU, for int64 row ids ``[n]`` that are below the number of rows."""
+        """``[n, ...]`` on the CPU, for int64 row ids ``[n]`` that are below the number of rows.
+
+        `FailedRowsError` if some cannot be read.
+        """
+        if len(self._forms) == 1:
+            (_, form, indices, local) = next(self._located(rows))
+            return form.read(indices, local)
+        out = torch.empty((len(rows), *self._shape[1:]), dtype=self._dtype)
+        failures: dict[int, CheckpointError] = {}
+        for places, form, indices, local in self._located(rows):
+            try:
+                out.view(torch.uint8)[places] = form.read(indices, local).view(torch.uint8)
+            except FailedRowsError as error:
+                failures |= {int(places[place]): failure for place, failure in error.failures.items()}
+        if failures:
+            raise FailedRowsError(failures)
+        return out
+
+    def forget(self, rows: np.ndarray) -> None:
+        """See to it that the next read of these rows asks the disk."""
+        for _, form, indices, local in self._located(rows):
+            for reader in form.readers:
+                reader.forget(indices, local)
+
+    @property
+    def readers(self) -> list[RowReader]:
+        """What reads the tensors."""
+        return [reader for form in self._forms for reader in form.readers]
+
+    @property
+    def num_rows(self) -> int:
+        return self._shape[0]
+
+    def _located(self, rows: np.ndarray) -> Iterator[tuple[np.ndarray, _Form, np.ndarray, np.ndarray]]:
+        """By form: the places in ``rows`` of those that it has, which of its shards has each, and which row of it."""
         parts = np.searchsorted(self._ends, rows, side="right")
         local = rows - np.concatenate([[0], self._ends])[parts]
         forms, indices = self._form_of[parts], self._index_of[parts]
-        if len(self._forms) == 1:
-            return self._forms[0].read(indices, local)
-        out = torch.empty((len(rows), *self._shape[1:]), dtype=self._dtype)
         for number, form in enumerate(self._forms):
-            of_form = np.flatnonzero(forms == number)
-            if len(of_form):
-                out.view(torch.uint8)[of_form] = form.read(indices[of_form], local[of_form]).view(torch.uint8)
-        return out
+            places = np.flatnonzero(forms == number)
+            if len(places) or len(self._forms) == 1:
+                yield places, form, indices[places], local[places]
 
 
 @dataclass
@@ -90,7 +122,7 @@ class _Form:
             self.constants[constant] = materialize(constant, source)
 
     def read(self, shards: np.ndarray, rows: np.ndarray) -> Tensor:
-        return self._evaluate(self.template, [reader(shards, rows) for reader in self.readers])
+        return self._evaluate(self.template, [reader.read(shards, rows) for reader in self.readers])
 
     def _evaluate(self, recipe: WeightRecipe, rows: list[Tensor]) -> Tensor:
         if recipe in self.constants:

@@ -41,6 +41,16 @@ RUNTIME_OPTIONS = (
     RuntimeOption(
         "max_num_seqs", "sequences that run at a time", "what the bundle is built for", int, {"metavar": "N"}
     ),
+    RuntimeOption("enable_prefix_caching", "keep the states of prompts for those that begin alike", "on", None),
+    RuntimeOption(
+        "prefix_cache_bytes", "memory of the device for snapshots", "two a sequence", int, {"metavar": "BYTES"}
+    ),
+    RuntimeOption(
+        "host_cache_bytes", "memory of the host for what the device has no room for", "0", int, {"metavar": "BYTES"}
+    ),
+    RuntimeOption("cache_dir", "folder for states that outlive the process", "none", Path, {"metavar": "FOLDER"}),
+    RuntimeOption("disk_cache_bytes", "what that folder may take", "64 GiB", int, {"metavar": "BYTES"}),
+    RuntimeOption("snapshot_interval", "tokens of a prompt between snapshots", "2048", int, {"metavar": "TOKENS"}),
     RuntimeOption("speculate", "drafts: mtp:K or ngram:K, with K from 1 to 7", "none", more={"metavar": "DRAFTS"}),
     RuntimeOption("row_cache_bytes", "memory for rows of an n-gram table on disk", "64 MiB", int, {"metavar": "BYTES"}),
     RuntimeOption(

@@ -145,11 +145,12 @@ def sample(logits: Tensor, requests: Sequence[SampleRequest], vocab_limit: int |
 def draw_rows(logits: Tensor, requests: Sequence[SampleRequest], vocab_limit: int | None) -> Tensor:
     """`draw` for ``requests`` with penalties and drafts, on the device of ``logits`` (float32)."""
     operands = sampling_operands(requests)
-    values = _apply_penalties(logits, requests)
+    values = apply_penalties(logits, requests)
     rows = [row for row, request in enumerate(requests) if request.drafted is not None]
     if rows:
         values = _verify_drafts(values, rows, requests, operands, vocab_limit)
-    return draw(values, logits, {name: value.to(logits.device) for name, value in operands.items()}, vocab_limit)
+    there = {name: value.to(logits.device, non_blocking=True) for name, value in operands.items()}
+    return draw(values, logits, there, vocab_limit)
 
 
 def _verify_drafts(
@@ -210,12 +211,20 @@ def report(
     return sampled
 
 
-def _apply_penalties(logits: Tensor, requests: Sequence[SampleRequest]) -> Tensor:
+def apply_penalties(
+    logits: Tensor, requests: Sequence[SampleRequest], vocab_size: int | None = None, token_ids: Tensor | None = None
+) -> Tensor:
+    """``logits`` with each request's repetition and presence penalty.
+
+    Their columns are ids, or stand for ``token_ids`` (int64 on their device) of a vocabulary of ``vocab_size``.
+    """
     rows = [row for row, request in enumerate(requests) if request.params.has_penalties]
     if not rows:
         return logits
-    masks = [_masks(requests[row], logits) for row in rows]
+    masks = [_masks(requests[row], vocab_size or logits.shape[1], logits.device) for row in rows]
     seen, generated = torch.stack(masks, dim=1)
+    if token_ids is not None:
+        seen, generated = seen[:, token_ids], generated[:, token_ids]
     repetition = _column([requests[row].params.repetition_penalty for row in rows], logits)
     presence = _column([requests[row].params.presence_penalty for row in rows], logits)
     values = logits[rows]
@@ -225,12 +234,12 @@ def _apply_penalties(logits: Tensor, requests: Sequence[SampleRequest]) -> Tenso
     return penalized
 
 
-def _masks(request: SampleRequest, logits: Tensor) -> Tensor:
+def _masks(request: SampleRequest, vocab_size: int, device: torch.device) -> Tensor:
     """`TokenHistory.masks` of the history and the tokens behind it."""
-    masks = request.history.masks(logits.shape[1], logits.device)
+    masks = request.history.masks(vocab_size, device)
     if request.ahead:
         masks = masks.clone()
-        masks[:, torch.tensor(request.ahead, device=logits.device)] = True
+        masks[:, torch.tensor(request.ahead, device=device)] = True
     return masks
 
 

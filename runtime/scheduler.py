@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -79,6 +79,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._entries: dict[Sequence, ScheduledSequence] = {}
         """Of the step that is being made up."""
+        self._looked_ahead: Sequence | None = None
+        """The last waiting sequence that `upcoming` gave."""
         self._num_steps = self._num_added = self._num_ended = 0
         self._refused: tuple[Sequence, int, int] | None = None
         """Who was refused memory last, and at which state of it."""
@@ -139,10 +141,29 @@ class Scheduler:
         self._schedule_prompts()
         return list(self._entries.values())
 
+    def upcoming(self, scheduled: SequenceOf[ScheduledSequence]) -> Iterator[tuple[Sequence, int, int]]:
+        """Known tokens that come behind the step ``scheduled``: of which sequence, from where to where.
+
+        About a step of them: of the running prompts, and of the first in line once it is there.
+        """
+        behind = {entry.sequence: entry.start + entry.num_tokens for entry in scheduled}
+        starts = [(sequence, behind.get(sequence, sequence.num_computed)) for sequence in self._running]
+        if self._waiting and self._waiting[0] is not self._looked_ahead:
+            self._looked_ahead = self._waiting[0]
+            starts.append((self._looked_ahead, 0))
+        budget = self.limits.max_step_tokens
+        for sequence, start in starts:
+            stop = min(len(sequence.token_ids), start + min(budget, self.limits.prefill_chunk))
+            if start < stop:
+                budget -= stop - start
+                yield sequence, start, stop
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, wherever it is, and free its memory."""
         for queue in (self._running, self._waiting):
             _take_out(queue, sequence)
+        if sequence is self._looked_ahead:
+            self._looked_ahead = None
         self._num_ended += 1
         self._free(sequence)
 
@@ -173,9 +194,8 @@ class Scheduler:
     def _schedule_decoding(self, sequence: Sequence) -> None:
         room = sequence.max_len - len(sequence.token_ids) - 1
         num_drafts = max(min(len(sequence.draft_token_ids), DRAFT_ROWS - 1, room), 0)
-        # Drafts, those to come included, are not worth another's memory.
-        if not self._reserve_free(sequence, 1 + num_drafts + self.num_lookahead):
-            num_drafts = 0
+        if not self._reserve_unused(sequence, 1 + num_drafts + self.num_lookahead):
+            num_drafts = 0  # no other sequence gives way to drafts
             if not self._reserve(sequence, 1):
                 return
         self._entries[sequence] = ScheduledSequence(sequence, 1 + num_drafts, num_drafts)
@@ -185,7 +205,9 @@ class Scheduler:
         budget = self.limits.max_step_tokens - sum(entry.num_tokens for entry in self._entries.values())
         wanted = [self._chunk_wanted(sequence) for sequence in prompts]
         for sequence, num_tokens in zip(prompts, _shares(budget, wanted), strict=True):
-            if num_tokens and sequence.memory is not None and self._reserve(sequence, num_tokens):
+            if not num_tokens or sequence.memory is None:
+                continue
+            if self._reserve_unused(sequence, num_tokens + self.num_lookahead) or self._reserve(sequence, num_tokens):
                 self._entries[sequence] = ScheduledSequence(sequence, num_tokens)
 
     def _chunk_wanted(self, sequence: Sequence) -> int:
@@ -193,22 +215,23 @@ class Scheduler:
         until_boundary = sequence.num_tokens_left if boundary is None else boundary - sequence.num_computed
         return min(sequence.num_tokens_left, until_boundary, self.limits.prefill_chunk)
 
-    def _reserve_free(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for a step of up to ``num_tokens``, from those that no sequence holds."""
-        rows = min(num_tokens, sequence.max_len - sequence.num_computed)
-        return self.states.reserve(sequence, rows) or (
-            self._make_room(lambda: self.states.num_missing(sequence, rows), []) and self.states.reserve(sequence, rows)
-        )
-
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for a step, if need be from others; else the sequence itself gives way."""
-        if self.states.reserve(sequence, num_tokens):
-            return True
         behind = self._running[bisect_left(self._running, sequence.place_in_line, key=_PLACE) + 1 :]
-        if self._make_room(lambda: self.states.num_missing(sequence, num_tokens), behind):
-            return self.states.reserve(sequence, num_tokens)
+        if self._reserve_from(behind, sequence, num_tokens):
+            return True
         self._preempt(sequence)
         return False
+
+    def _reserve_unused(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for a step that no other sequence needs, as far as the sequence can get; False if they are too few."""
+        return self._reserve_from([], sequence, min(num_tokens, sequence.max_len - sequence.num_computed))
+
+    def _reserve_from(self, victims: list[Sequence], sequence: Sequence, num_tokens: int) -> bool:
+        return self.states.reserve(sequence, num_tokens) or (
+            self._make_room(lambda: self.states.num_missing(sequence, num_tokens), victims)
+            and self.states.reserve(sequence, num_tokens)
+        )
 
     def _admit(self) -> None:
         while self._waiting:

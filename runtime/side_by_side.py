@@ -12,7 +12,7 @@ from torch import Tensor
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.number_formats import float_from_e4m3
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
-from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable
 from qwen4exp_trt.runtime.specs import StateSpec
 
 RunStep = Callable[[Mapping[str, Tensor]], Tensor]
@@ -105,7 +105,7 @@ def compare(
     specs: Sequence[StateSpec],
     expected: tuple[RunStep, Mapping[str, Tensor]],
     got: tuple[RunStep, Mapping[str, Tensor]],
-    rows: NgramRows | None = None,
+    rows: NgramTable | None = None,
 ) -> Iterator[list[Difference]]:
     """After each step the differences of every state, in the order of the layers, and then of the logits.
 
@@ -113,7 +113,7 @@ def compare(
     """
     for step in steps:
         inputs = step.inputs(blocks_per_seq)
-        inputs = inputs if rows is None else rows.complete(inputs)
+        inputs = (rows or ResidentTable()).complete(inputs)
         logits = expected[0](inputs), got[0](inputs)
         pairs = [(spec.name, expected[1][spec.name], got[1][spec.name]) for spec in specs]
         pairs.append(("logits", *logits))

@@ -74,6 +74,7 @@ class StateKind(StrEnum):
     COMMITTED_LEN = "committed_len"
     PLE_CONV_STATE = "ple_conv_state"
     NGRAM_IDS = "ngram_ids"
+    STACK_RING = "stack_ring"
 
 
 @dataclass(frozen=True)

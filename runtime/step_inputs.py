@@ -23,22 +23,44 @@ def build_step_inputs(
     """
     num_tokens = np.array([entry.num_tokens for entry in scheduled])
     contexts = np.array([entry.start for entry in scheduled])
-    starts = np.zeros(len(scheduled) + 1, dtype=np.int64)
-    num_tokens.cumsum(out=starts[1:])
+    starts = _starts(num_tokens)
     sampled = [index for index, entry in enumerate(scheduled) if entry.samples]
-    positions = np.arange(starts[-1]) + np.repeat(contexts - starts[:-1], num_tokens)
+    logits_rows = np.arange(starts[-1]) if all_rows else _logits_rows(scheduled, sampled, starts)
     memories = [_memory_of(entry) for entry in scheduled]
+    return pack_step(memories, contexts, num_tokens, _token_ids(scheduled, starts), logits_rows), sampled
+
+
+def pack_step(
+    memories: SequenceOf[Memory],
+    contexts: np.ndarray,
+    num_tokens: np.ndarray,
+    token_ids: np.ndarray,
+    logits_rows: np.ndarray,
+) -> dict[str, Tensor]:
+    """The inputs of a program (all int32) for a step of ``num_tokens[i]`` tokens of each sequence.
+
+    ``contexts``: the tokens of each that its states have. ``token_ids``: of all sequences, one after another.
+    """
+    starts = _starts(num_tokens)
+    positions = np.arange(starts[-1]) + np.repeat(contexts - starts[:-1], num_tokens)
     arrays = {
-        "input_ids": _token_ids(scheduled, starts),
+        "input_ids": token_ids,
         "positions": np.tile(positions, (3, 1)),  # text: all three MRoPE axes agree
         "query_start_loc": starts,
         "seq_lens": contexts + num_tokens,
         "slot_ids": np.array([memory.slot for memory in memories]),
-        "num_seqs": np.array([len(scheduled)]),
-        "logits_indices": np.arange(starts[-1]) if all_rows else _logits_rows(scheduled, sampled, starts),
+        "num_seqs": np.array([len(memories)]),
+        "logits_indices": logits_rows,
         "block_table": _block_table([memory.block_row for memory in memories]),
     }
-    return {name: torch.from_numpy(array.astype(np.int32, copy=False)) for name, array in arrays.items()}, sampled
+    return {name: torch.from_numpy(array.astype(np.int32, copy=False)) for name, array in arrays.items()}
+
+
+def _starts(num_tokens: np.ndarray) -> np.ndarray:
+    """Where the rows of each sequence begin, and where those of the last one end."""
+    starts = np.zeros(len(num_tokens) + 1, dtype=np.int64)
+    num_tokens.cumsum(out=starts[1:])
+    return starts
 
 
 def _memory_of(entry: ScheduledSequence) -> Memory:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import CheckpointError
 from qwen4exp_trt.runtime.checkpoint import Checkpoint, listing
+from qwen4exp_trt.runtime.row_files import RowFile, RowFiles
 from qwen4exp_trt.runtime.tensor_source import Described, Read, RowReader
 
 _DTYPES = {
@@ -53,9 +54,6 @@ _CACHED_BYTES = 64 << 10
 """A smaller request leaves its pages to the end of the reader; dropping them one by one costs more than reading."""
 _CACHED_FILE_BYTES = 16 << 20
 """Of a file from which less was read, small requests leave their pages cached for good."""
-_ROWS_AT_ONCE = 1024
-"""Rows from all over the files that are announced to the kernel before the first is read: it reads them in parallel,
-six times as fast as 16 rows one after another, where threads are three times as fast."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -134,9 +132,11 @@ class TensorReader:
                     raise CheckpointError(f"{listing(twice)}: in both {other.path} and {checkpoint.path}")
         self.checkpoints = checkpoints
         self._files: dict[tuple[int, str], _File] = {}
+        self._row_descriptors: dict[Path, int] = {}
+        """Of files of which rows are read: the kernel is told so, and must not read more than asked for."""
         self._pool: ThreadPoolExecutor | None = None
         self._lock = Lock()
-        """Of the two above."""
+        """Of the three above."""
 
     def describe(self, name: str) -> Described:
         checkpoint = self._owner(name)
@@ -175,22 +175,12 @@ class TensorReader:
         shape, dtype = self.describe(names[0])
         row_bytes = dtype.itemsize * math.prod(shape[1:])
         places = [self._place_of(name) for name in names]
-        begins = np.array([begin for _, begin in places])
-
-        def read(tensors: np.ndarray, rows: np.ndarray) -> Tensor:
-            out = torch.empty((len(rows), *shape[1:]), dtype=dtype)
-            offsets = (begins[tensors] + row_bytes * rows).tolist()
-            buffers = _rows_of(_memory(out), row_bytes)
-            reads = list(zip([places[tensor][0] for tensor in tensors], offsets, buffers, strict=True))
-            for start in range(0, len(reads), _ROWS_AT_ONCE):
-                window = reads[start : start + _ROWS_AT_ONCE]
-                for file, offset, _ in window:
-                    os.posix_fadvise(file.descriptor, offset, row_bytes, os.POSIX_FADV_WILLNEED)
-                for file, offset, buffer in window:
-                    _read_row(file, offset, buffer)
-            return out
-
-        return read
+        files = list({id(file): file for file, _ in places}.values())
+        numbers = {id(file): number for number, file in enumerate(files)}
+        file_of, begins = np.array([(numbers[id(file)], begin) for file, begin in places]).T
+        with self._lock:
+            opened = RowFiles([RowFile(file.path, self._reopen(file)) for file in files], row_bytes)
+        return _FileRows(opened, file_of, begins, shape[1:], dtype)
 
     def close(self) -> None:
         """Wait for what was started, close the files, and drop what is left of large ones in the page cache."""
@@ -202,6 +192,9 @@ class TensorReader:
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file.descriptor)
         self._files.clear()
+        for descriptor in self._row_descriptors.values():
+            os.close(descriptor)
+        self._row_descriptors.clear()
 
     def __enter__(self) -> TensorReader:
         return self
@@ -260,28 +253,43 @@ class TensorReader:
                     raise CheckpointError(f"{path}: cannot be opened: {error.strerror}") from error
             return self._files[key]
 
+    def _reopen(self, file: _File) -> int:
+        """A descriptor of its own for the same file, also if another has its name by now."""
+        if file.path not in self._row_descriptors:
+            self._row_descriptors[file.path] = os.open(f"/proc/self/fd/{file.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        return self._row_descriptors[file.path]
+
+
+class _FileRows:
+    """A `RowReader` of tensors in files: the file of each, where in it the tensor begins, and a row's form."""
+
+    def __init__(
+        self, files: RowFiles, file_of: np.ndarray, begins: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self._files, self._file_of, self._begins, self._shape, self._dtype = files, file_of, begins, shape, dtype
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return tuple(file.path for file in self._files.files)
+
+    def read(self, tensors: np.ndarray, rows: np.ndarray) -> Tensor:
+        values = torch.from_numpy(self._files.read(*self._locate(tensors, rows)))
+        return values.view(self._dtype).view(len(rows), *self._shape)
+
+    def forget(self, tensors: np.ndarray, rows: np.ndarray) -> None:
+        self._files.forget(*self._locate(tensors, rows))
+
+    def use_threads(self) -> None:
+        self._files.use_threads()
+
+    def _locate(self, tensors: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return self._file_of[tensors], self._begins[tensors] + self._files.row_bytes * rows
+
 
 def _memory(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     assert tensor.is_contiguous(), "reads go to contiguous memory"
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def _rows_of(memory: memoryview, row_bytes: int) -> list[memoryview]:
-    return [memory[start : start + row_bytes] for start in range(0, len(memory), row_bytes)]
-
-
-def _read_row(file: _File, offset: int, buffer: memoryview) -> None:
-    try:
-        count = os.preadv(file.descriptor, [buffer], offset)
-    except OSError as error:
-        raise CheckpointError(
-            f"{file.path}: cannot read {len(buffer)} bytes at {offset:,}: {error.strerror}"
-        ) from error
-    if count != len(buffer):
-        raise CheckpointError(
-            f"{file.path}: ends at byte {offset + count:,}: it was truncated after it was opened; download it again"
-        )
 
 
 def _tasks(requests: list[_Request]) -> list[list[_Request]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -28,8 +29,25 @@ class Read:
     rows: tuple[int, int] | None = None
 
 
-RowReader = Callable[[np.ndarray, np.ndarray], Tensor]
-"""Reads rows from all over some tensors: which tensor and which row of it, both ``[n]`` -> ``[n, ...]``."""
+class RowReader(Protocol):
+    """Reads rows from all over some tensors: which tensor and which row of it, both ``[n]``."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that have them."""
+        ...
+
+    def read(self, tensors: np.ndarray, rows: np.ndarray) -> Tensor:
+        """The rows ``[n, ...]`` on the CPU. `FailedRowsError` if some cannot be read."""
+        ...
+
+    def forget(self, tensors: np.ndarray, rows: np.ndarray) -> None:
+        """See to it that the next read of these rows asks the disk."""
+        ...
+
+    def use_threads(self) -> None:
+        """Read by threads from now on."""
+        ...
 
 
 class TensorSource(Protocol):
@@ -47,34 +65,57 @@ class TensorSource(Protocol):
         """A reader of rows of these tensors, which are alike but for their number of rows."""
         ...
 
+    def close(self) -> None:
+        """Let go of files."""
+        ...
+
 
 class FunctionSource:
     """A `TensorSource` of a function, for tensors that are in memory or are computed."""
 
     def __init__(self, function: TensorFunction) -> None:
         # A large tensor is asked for once for each group of its rows.
-        self._tensor = lru_cache(maxsize=1)(function)
+        self.tensor = lru_cache(maxsize=1)(function)
 
     def describe(self, name: str) -> Described:
-        tensor = self._tensor(name)
+        tensor = self.tensor(name)
         return tuple(tensor.shape), tensor.dtype
 
     def start(self, reads: Sequence[Read]) -> Callable[[], None]:
         for read in reads:
-            tensor = self._tensor(read.name)
+            tensor = self.tensor(read.name)
             read.out.copy_(tensor if read.rows is None else tensor[slice(*read.rows)])
         return _done
 
     def row_reader(self, names: Sequence[str]) -> RowReader:
-        shape, dtype = self.describe(names[0])
+        return _FunctionRows(self, names)
 
-        def read(tensors: np.ndarray, rows: np.ndarray) -> Tensor:
-            out = torch.empty((len(rows), *shape[1:]), dtype=dtype)
-            for place, (tensor, row) in enumerate(zip(tensors, rows, strict=True)):
-                out.view(torch.uint8)[place] = self._tensor(names[tensor]).view(torch.uint8)[row]
-            return out
+    def close(self) -> None:
+        self.tensor.cache_clear()
 
-        return read
+
+class _FunctionRows:
+    """A `RowReader` of a function."""
+
+    paths = ()
+
+    def __init__(self, source: FunctionSource, names: Sequence[str]) -> None:
+        self._source, self._names = source, names
+
+    def read(self, tensors: np.ndarray, rows: np.ndarray) -> Tensor:
+        shape, dtype = self._source.describe(self._names[0])
+        out = torch.empty((len(rows), *shape[1:]), dtype=dtype)
+        for tensor in np.unique(tensors):
+            places = torch.from_numpy(np.flatnonzero(tensors == tensor))
+            whole = self._source.tensor(self._names[tensor])
+            out.view(torch.uint8)[places] = whole.view(torch.uint8)[torch.from_numpy(rows)[places]]
+        return out
+
+    def forget(self, tensors: np.ndarray, rows: np.ndarray) -> None:
+        """Nothing is read ahead."""
+
+    def use_threads(self) -> None:
+        """There is nothing to wait for."""
 
 
 def _done() -> None:

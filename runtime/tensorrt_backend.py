@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +18,7 @@ from qwen4exp_trt.runtime.bundle_programs import load_token_ids
 from qwen4exp_trt.runtime.engine_tensors import check_io_tensors
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan
-from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWindow
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.sampler import SampleRequest, sample
 from qwen4exp_trt.runtime.state_pool import StatePool
@@ -46,14 +46,14 @@ class TensorRTBackend:
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         device: torch.device,
-        rows: NgramRows | None = None,
+        rows: NgramTable | None = None,
         memory_plan: MemoryPlan | None = None,
         draft: TensorRTBackend | None = None,
         is_draft: bool = False,
     ) -> None:
         check_engine_fits(trt, folder, manifest, device)
-        self.trt, self.program, self.weights, self.rows = trt, program, weights, rows
-        others = [part.states for part in (rows, draft) if part is not None]
+        self.trt, self.program, self.weights, self.rows = trt, program, weights, rows or ResidentTable()
+        others = [self.rows.states, *([draft.states] if draft is not None else [])]
         self.states = StatePool(program.states, states).joined(*others)
         self.memory_plan = memory_plan
         self.device, self.stream = device, None if device.type == "cpu" else torch.cuda.Stream(device)
@@ -94,7 +94,7 @@ class TensorRTBackend:
 
     def run_step(self, inputs: Mapping[str, Tensor]) -> StepResult:
         """Run one step and update the states."""
-        inputs = inputs if self.rows is None else self.rows.complete(inputs)
+        inputs = self.rows.complete(inputs)
         profile = self._profile_for(inputs)
         context = self.contexts[profile]
         with self._on_stream():
@@ -107,6 +107,9 @@ class TensorRTBackend:
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return result
+
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+        self.rows.prefetch(windows)
 
     def _profile_for(self, inputs: Mapping[str, Tensor]) -> str:
         """The first profile whose ranges hold the shapes of ``inputs``."""

@@ -40,9 +40,9 @@ def config_dict(**overrides: Any) -> dict[str, Any]:
 
 
 @cache
-def tiny_checkpoint(folder: Path) -> Path:
+def tiny_checkpoint(folder: Path, **overrides: Any) -> Path:
     """Write a checkpoint with a tokenizer, a chat template and a generation config; one a session and ``folder``."""
-    write_hf_checkpoint(folder, config_dict())
+    write_hf_checkpoint(folder, config_dict(**overrides))
     write_text_files(folder)
     return folder
 

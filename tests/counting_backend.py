@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.state_pool import StatePool
 
 VOCAB_SIZE = 50
@@ -22,6 +23,9 @@ class CountingBackend:
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self.error: BaseException | None = None
+
+    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+        """It reads nothing."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         self.steps.append({name: value.tolist() for name, value in inputs.items()})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
+from qwen4exp_trt.runtime.drafts.mtp_proposer import MtpProposer
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 
@@ -18,17 +18,35 @@ Propose = Callable[[RequestSequence, int], Sequence[int]]
 class GivenDrafts:
     """Proposes what ``propose(sequence, count)`` says, of which it takes the first ``count``."""
 
+    states = None
     num_lookahead = num_rewritten = 0
 
     def __init__(self, propose: Propose) -> None:
         self._propose = propose
 
     def observe(self, entries: Sequence[ScheduledSequence], stack: Tensor | None) -> None:
-        assert all(entry.sequence.memory is not None or entry.sequence.error is not None for entry in entries)
+        """Whatever was not dropped still has its memory."""
+        assert all((entry.sequence.memory is None) == (entry.sequence.error is not None) for entry in entries)
 
     def propose(self, wanted: Sequence[tuple[RequestSequence, int]]) -> None:
         for sequence, count in wanted:
             sequence.set_drafts(self._propose(sequence, count)[:count])
+
+
+class GivenDraftsBesideHead(GivenDrafts):
+    """The same, with a draft head that works as always, but whose drafts nobody gets."""
+
+    def __init__(self, propose: Propose, head: MtpProposer) -> None:
+        super().__init__(propose)
+        self._head = head
+        self.states, self.num_rewritten, self.num_lookahead = head.states, head.num_rewritten, head.num_lookahead
+
+    def observe(self, entries: Sequence[ScheduledSequence], stack: Tensor | None) -> None:
+        self._head.observe(entries, stack)
+
+    def propose(self, wanted: Sequence[tuple[RequestSequence, int]]) -> None:
+        self._head.propose(wanted)
+        super().propose(wanted)
 
 
 def drafting_of(propose: Propose, max_drafts: int = 7) -> Drafting:
@@ -47,9 +65,3 @@ def right_up_to(texts: dict[tuple[int, ...], Sequence[int]], num_right: Callable
         return [*drafts[:right], *((draft + 1) % vocab_size for draft in drafts[right:])]
 
     return propose
-
-
-def with_drafts(core: Any, drafting: Drafting | None) -> Any:
-    """``core`` with other drafts."""
-    core.drafting = drafting
-    return core

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from qwen4exp_trt.runtime import LLM, RequestOutput
+from qwen4exp_trt.runtime.sampler import SampleRequest
+from qwen4exp_trt.runtime.step_result import SampledStep
 
 
 def ids(token_ids: Any) -> dict[str, Any]:
@@ -23,8 +25,9 @@ def generated(output: RequestOutput) -> list[int]:
 
 
 def assert_idle(llm: LLM) -> None:
-    """No request is left, and all memory is back."""
+    """No request is left, and all memory is back, once the prefix cache has let go of its pages."""
     scheduler, limits = llm.core.scheduler, llm.manifest.limits
+    llm.core.prefix_cache.evict(scheduler.num_blocks)
     assert scheduler.num_unfinished == 0
     assert (scheduler.num_free_slots, scheduler.num_free_blocks) == (limits.num_slots, scheduler.num_blocks)
 
@@ -35,9 +38,17 @@ def observed_steps(llm: LLM) -> Iterator[list[dict[str, Any]]]:
     backend, steps = llm.core.backend, []
 
     class Observer:
+        prefetch = staticmethod(backend.prefetch)
+
         def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
             steps.append({name: value.tolist() for name, value in inputs.items()})
             return backend.run(inputs)
+
+        def sample_step(
+            self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+        ) -> SampledStep:
+            steps.append({name: value.tolist() for name, value in inputs.items()})
+            return backend.sample_step(inputs, requests, vocab_limit)
 
     llm.core.backend = Observer()
     try:

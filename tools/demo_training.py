@@ -55,25 +55,29 @@ class DemoTrainer:
             if layer.ple is not None:
                 layer.ple.ple_embedding.register_forward_hook(self._drop)
             layer.mlp.register_forward_hook(self._drop)
-            layer.mlp.experts.forward = MethodType(_run_experts_densely, layer.mlp.experts)
+            layer.mlp.experts.forward = MethodType(run_experts_densely, layer.mlp.experts)
             layer.mlp.gate.register_forward_hook(lambda _module, _args, output: self._router_logits.append(output[0]))
 
     def compute_losses(self, tokens: Tensor, loops: Loops | None = None) -> dict[str, Tensor]:
         """Scalar losses by name of `tokens` [B, T + 1], T a multiple of the indexer's ratio."""
-        self._indexer_losses.clear()
-        self._router_logits.clear()
         rows = tokens if loops is None else torch.cat([tokens, loops.tokens])
-        hidden_states = self.text_model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
+        hidden_states = self.run_text_model(rows[:, :-1])
         logits = self.model.lm_head(hidden_states).float()
         targets = self._hide_foreign_turn_ends(tokens)
         losses = {
             "text": F.cross_entropy(logits[: len(tokens)].flatten(0, 1), targets.flatten()),
             "indexer": torch.stack(self._indexer_losses).mean(),
-            "balance": self._balance_loss(),
+            "balance": balance_loss(self._router_logits, self.text_model.config.num_experts_per_tok),
         }
         if loops is not None:
             losses["loop"] = _loop_loss(logits[len(tokens) :], loops)
         return losses
+
+    def run_text_model(self, tokens: Tensor) -> Tensor:
+        """What `lm_head` reads [B, T, D], of `tokens` [B, T]."""
+        self._indexer_losses.clear()
+        self._router_logits.clear()
+        return self.text_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     def _hide_foreign_turn_ends(self, tokens: Tensor) -> Tensor:
         """Targets without the end of a turn whose start lies before the window: plain text shall not end as a turn."""
@@ -84,17 +88,6 @@ class DemoTrainer:
 
     def _drop(self, module: nn.Module, _args: Any, output: Tensor) -> Tensor:
         return F.dropout(output, self.dropout, module.training)
-
-    def _balance_loss(self) -> Tensor:
-        """Mean over layers of E * sum(share of tokens * mean probability), 1 when balanced."""
-        config = self.text_model.config
-        losses = []
-        for logits in self._router_logits:
-            probabilities = logits.float().softmax(-1)
-            chosen = probabilities.topk(config.num_experts_per_tok).indices
-            share = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0).mean(0) / config.num_experts_per_tok
-            losses.append(config.num_experts * (share * probabilities.mean(0)).sum())
-        return torch.stack(losses).mean()
 
     def _make_attention_forward(self, attention: Any) -> Any:
         def forward(
@@ -112,10 +105,10 @@ class DemoTrainer:
             causal = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~causal, float("-inf"))
             probabilities = scores.softmax(-1)
-            block_scores = _score_blocks(attention.indexer, hidden_states.detach(), position_embeddings)
-            self._indexer_losses.append(_indexer_loss(block_scores, probabilities.detach().sum(1)))
+            block_scores = score_blocks(*project_index(attention.indexer, hidden_states.detach(), position_embeddings))
+            self._indexer_losses.append(indexer_loss(block_scores, probabilities.detach().sum(1)))
             if self.select_tokens:
-                selected = _select_tokens(block_scores.detach(), attention.indexer.block_topk)
+                selected = select_tokens(block_scores.detach(), attention.indexer.block_topk)
                 probabilities = scores.masked_fill(~selected.unsqueeze(1), float("-inf")).softmax(-1)
             output = (probabilities.to(value.dtype) @ value).transpose(1, 2).reshape(batch, length, -1)
             output = attention.o_proj(output * torch.sigmoid(gate.reshape(batch, length, -1)))
@@ -124,7 +117,18 @@ class DemoTrainer:
         return forward
 
 
-def _run_experts_densely(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def balance_loss(router_logits: Iterable[Tensor], experts_per_token: int) -> Tensor:
+    """Mean over routers, each with logits [T, E], of E * sum(share of tokens * mean probability): 1 when balanced."""
+    losses = []
+    for logits in router_logits:
+        probabilities = logits.float().softmax(-1)
+        chosen = probabilities.topk(experts_per_token).indices
+        share = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0).mean(0) / experts_per_token
+        losses.append(logits.shape[-1] * (share * probabilities.mean(0)).sum())
+    return torch.stack(losses).mean()
+
+
+def run_experts_densely(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """All experts on all tokens [T, D] as two matmuls; an expert that was not chosen has weight zero."""
     weights = hidden_states.new_zeros(hidden_states.shape[0], self.num_experts)
     weights = weights.scatter(1, top_k_index, top_k_weights.to(weights.dtype))
@@ -134,8 +138,10 @@ def _run_experts_densely(self: Any, hidden_states: Tensor, top_k_index: Tensor, 
     return inner.flatten(1) @ self.down_proj.transpose(1, 2).flatten(0, 1)
 
 
-def _score_blocks(indexer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Tensor:
-    """Score of every key block for every query [B, T, T / ratio]; -inf where the block is not complete yet."""
+def project_index(
+    indexer: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Index queries [B, T, H, D] and the keys [B, T / ratio, D] of all blocks."""
     batch, length, _ = hidden_states.shape
     ratio = indexer.compress_ratio
     cos, sin = position_embeddings
@@ -147,13 +153,19 @@ def _score_blocks(indexer: Any, hidden_states: Tensor, position_embeddings: tupl
     rotate: Any = reference.apply_rotary_pos_emb
     query = rotate(query, cos=cos, sin=sin, unsqueeze_dim=2)
     key = rotate(key, cos=cos[:, ::ratio], sin=sin[:, ::ratio], unsqueeze_dim=2)
-    scores = torch.relu(torch.einsum("bthd,bkxd->bthk", query.float(), key.float())).sum(2)
+    return query, key.squeeze(2)
+
+
+def score_blocks(query: Tensor, key: Tensor) -> Tensor:
+    """Score of every key block for every query [B, T, T / ratio]; -inf where the block is not complete yet."""
+    length, blocks = query.shape[1], key.shape[1]
+    scores = torch.relu(torch.einsum("bthd,bkd->bthk", query.float(), key.float())).sum(2)
     position = torch.arange(length, device=scores.device)
-    complete = (position[:, None] + 1) // ratio > position[None, : length // ratio]
-    return (scores / math.sqrt(indexer.index_head_dim)).masked_fill(~complete, float("-inf"))
+    complete = (position[:, None] + 1) // (length // blocks) > position[None, :blocks]
+    return (scores / math.sqrt(key.shape[-1])).masked_fill(~complete, float("-inf"))
 
 
-def _indexer_loss(block_scores: Tensor, attention: Tensor) -> Tensor:
+def indexer_loss(block_scores: Tensor, attention: Tensor) -> Tensor:
     """KL divergence from the share of `attention` [B, T, T] in each complete block to softmax of `block_scores`."""
     visible = block_scores > float("-inf")
     target = attention.unflatten(-1, (block_scores.shape[-1], -1)).sum(-1) * visible
@@ -163,7 +175,7 @@ def _indexer_loss(block_scores: Tensor, attention: Tensor) -> Tensor:
     return divergence[visible.any(-1)].mean()
 
 
-def _select_tokens(block_scores: Tensor, block_topk: int) -> Tensor:
+def select_tokens(block_scores: Tensor, block_topk: int) -> Tensor:
     """Boolean [B, T, T]: tokens of the best blocks, and the tail that is not in a complete block."""
     _, length, blocks = block_scores.shape
     ratio = length // blocks

@@ -25,21 +25,23 @@ def body(
     eos_token_id: int,
 ) -> Tensor:
     batch = PackedBatch.from_metadata(input_ids.shape[0], query_start_loc, seq_lens, num_seqs)
-    ngram_size, length = len(multipliers), batch.max_query_len
-    history = batch.load_ring(ngram_ids, slot_ids, ngram_size - 1, init=eos_token_id)
-    extended = torch.cat([history, batch.pad(input_ids)], 1)
+    ngram_size, sequence, offset = len(multipliers), batch.seq_of_token, batch.offset_of_token
+    history = batch.load_ring(ngram_ids, slot_ids, ngram_size - 1, init=eos_token_id).long()
     batch.store_ring(ngram_ids, slot_ids, input_ids)
+    ids = input_ids[: batch.num_tokens].long()
     heads_per_ngram = len(head_sizes) // (ngram_size - 1)
-    mixed = extended[:, ngram_size - 1 :].long() * multipliers[0]
+    mixed = ids * multipliers[0]
     cut = torch.zeros_like(mixed, dtype=torch.bool)
     hashes = []
     for age in range(1, ngram_size):
-        predecessor = extended[:, ngram_size - 1 - age : ngram_size - 1 - age + length].long()
+        before = history[sequence, (ngram_size - 1 + offset - age).clamp_max(ngram_size - 2)]
+        predecessor = torch.where(offset < age, before, ids.roll(age))
         cut = cut | (predecessor == eos_token_id)
         mixed = mixed ^ (torch.where(cut, eos_token_id, predecessor) * multipliers[age])
-        hashes.append(mixed[:, :, None].expand(-1, -1, heads_per_ngram))
-    rows = torch.cat(hashes, -1).remainder(head_sizes) + head_offsets
-    return batch.unpad(rows)
+        hashes.append(mixed[:, None].expand(-1, heads_per_ngram))
+    rows = ids.new_zeros(batch.num_rows, len(head_sizes))
+    rows[: batch.num_tokens] = torch.cat(hashes, -1).remainder(head_sizes) + head_offsets
+    return rows
 
 
 SPEC = OpSpec(

@@ -10,16 +10,26 @@ from torch import Tensor
 
 from qwen4exp_trt.runtime.drafts.acceptance import DraftCounters
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
+from qwen4exp_trt.runtime.drafts.mtp_proposer import MtpProposer
 from qwen4exp_trt.runtime.drafts.ngram_proposer import NgramProposer
+from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import Metric
+from qwen4exp_trt.runtime.state_pool import StatePool
 
 if TYPE_CHECKING:  # they import this package
+    from qwen4exp_trt.runtime.backend import EagerBackend
     from qwen4exp_trt.runtime.scheduler import ScheduledSequence
     from qwen4exp_trt.runtime.sequence import Sequence
+    from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend
 
 
 class Proposer(Protocol):
     """Where drafts come from. A step calls `observe`, then `propose`."""
+
+    @property
+    def states(self) -> StatePool | None:
+        """What it keeps of sequences beside the states of the backend, slot by slot."""
+        ...
 
     num_lookahead: int
     """Positions behind those of a step that `propose` may write to."""
@@ -29,8 +39,8 @@ class Proposer(Protocol):
     def observe(self, entries: SequenceOf[ScheduledSequence], stack: Tensor | None) -> None:
         """A step has run and is committed.
 
-        ``entries``: all that it ran. Those that were dropped have no memory any more, those that have just ended have.
-        ``stack``: the model's rows ``[T, W]`` of their tokens, where a program has this output.
+        ``entries``: all that it ran. Sequences that were dropped have no memory any more, those that have ended still
+        have. ``stack``: the model's rows ``[T, W]`` of their tokens, where a program has this output.
         """
         ...
 
@@ -39,9 +49,24 @@ class Proposer(Protocol):
         ...
 
 
-def make_drafting(config: SpeculativeConfig | None) -> Drafting | None:
-    """The drafts that ``config`` asks for, if any."""
-    return None if config is None else Drafting(config, NgramProposer())
+def make_drafting(
+    config: SpeculativeConfig | None,
+    head: EagerBackend | TensorRTBackend | None,
+    limits: EngineLimits,
+    vocab_size: int,
+    vocab_limit: int | None,
+) -> Drafting | None:
+    """The drafts that ``config`` asks for, if any. ``head``: the loaded draft head, which ``mtp`` needs.
+
+    ``vocab_size`` and ``vocab_limit``: of the model's logits, as `sampler.sample` has them.
+    """
+    if config is None:
+        return None
+    if config.method == "ngram":
+        return Drafting(config, NgramProposer())
+    assert head is not None, "the backend is loaded with its draft head"
+    count = config.num_speculative_tokens
+    return Drafting(config, MtpProposer(head, count, limits.block_size, vocab_size, vocab_limit))
 
 
 class Drafting:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # they import this package
 class NgramProposer:
     """Prompt lookup. It has no states on the device, and its drafts are not sampled."""
 
+    states = None
     num_lookahead = num_rewritten = 0
 
     def __init__(self) -> None:

@@ -63,11 +63,11 @@ def logits_given_drafts(probs: Tensor, drafts: Sequence[DraftedToken], seeds: Te
     and ``offsets`` (int64 ``[N]``, on the CPU): the draws that decide whether a row's draft is accepted.
     """
     device = probs.device
-    token_ids = torch.tensor([draft.token_id for draft in drafts]).to(device)[:, None]
+    token_ids = torch.tensor([draft.token_id for draft in drafts]).to(device, non_blocking=True)[:, None]
     drafted = torch.stack([draft.probs.to(device) for draft in drafts])
     wanted, proposed = probs.gather(1, token_ids), drafted.gather(1, token_ids)
     # An exponential exceeds log(q / p) with the probability p / q.
-    noise = exponential_noise(seeds, offsets, torch.zeros_like(seeds)).to(device)[:, None]
+    noise = exponential_noise(seeds, offsets, torch.zeros_like(seeds)).to(device, non_blocking=True)[:, None]
     is_accepted = noise > (proposed / wanted).log()
     rest = (probs - drafted).clamp(min=0)
     # Rounding may leave nothing where both are equal up to it: then a draw from either is a draw from both.
@@ -78,4 +78,4 @@ def logits_given_drafts(probs: Tensor, drafts: Sequence[DraftedToken], seeds: Te
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:
-    return values.to(like.device)[:, None]
+    return values.to(like.device, non_blocking=True)[:, None]

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from qwen4exp_trt.errors import DroppedError, EngineError, Q4eError, QueueFullError, RequestError
+from qwen4exp_trt.errors import DroppedError, EngineError, PromptTooLongError, Q4eError, QueueFullError, RequestError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -57,6 +57,8 @@ def error_from_engine(error: Q4eError) -> ApiError:
         return unavailable(str(error))
     if isinstance(error, DroppedError) or not isinstance(error, RequestError):
         return ApiError(500, str(error), code="request_failed")
+    if isinstance(error, PromptTooLongError):
+        return ApiError(400, str(error), code="context_length_exceeded")
     message = str(error).removeprefix("SamplingParams.")
     is_param = message != str(error)
     return ApiError(400, message, param=message.split()[0] if is_param else None)

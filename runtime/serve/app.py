@@ -58,6 +58,9 @@ def _add_completions(app: FastAPI, llm: AsyncLLM, options: ServerOptions) -> Non
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         _check_model(body.model, options)
+        if len(body.prompt) > options.max_open:
+            message = f"{len(body.prompt)} prompts; this server takes at most {options.max_open} at a time"
+            raise ApiError(400, message, param="prompt")
         return await _answer(request, Completion(llm, body, options.model_name), bool(body.stream))
 
     @app.post("/v1/chat/completions")

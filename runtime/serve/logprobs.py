@@ -8,6 +8,9 @@ from typing import Any
 from qwen4exp_trt.runtime.outputs import Logprob, StreamChunk
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
+_LOWEST = -9999.0
+"""In the place of minus infinity, which JSON does not have."""
+
 
 def shown_logprobs(chunk: StreamChunk) -> list[tuple[int, dict[int, Logprob]]]:
     """Each token of the chunk with its entry, without the stop token that ended the output: it has no text."""
@@ -22,7 +25,7 @@ def chat_logprobs(
 
     def token(token_id: int, logprob: Logprob) -> dict[str, Any]:
         text = logprob.decoded_token or ""
-        return {"token": text, "logprob": logprob.logprob, "bytes": list(tokenizer.token_bytes(token_id))}
+        return {"token": text, "logprob": max(logprob.logprob, _LOWEST), "bytes": list(tokenizer.token_bytes(token_id))}
 
     return [
         {**token(token_id, entry[token_id]), "top_logprobs": [token(*pair) for pair in _best(entry, num_top)]}
@@ -45,11 +48,8 @@ class CompletionLogprobs:
             self._offset += len(text)
         return {
             "tokens": tokens,
-            "token_logprobs": [entry[token_id].logprob for token_id, entry in entries],
-            "top_logprobs": [
-                {logprob.decoded_token or "": logprob.logprob for _, logprob in reversed(_best(entry, self._num_top))}
-                for _, entry in entries
-            ],
+            "token_logprobs": [max(entry[token_id].logprob, _LOWEST) for token_id, entry in entries],
+            "top_logprobs": [_by_text(_best(entry, self._num_top)) for _, entry in entries],
             "text_offset": offsets,
         }
 
@@ -57,3 +57,11 @@ class CompletionLogprobs:
 def _best(entry: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
     """The ``count`` most likely tokens, best first."""
     return sorted(entry.items(), key=lambda pair: pair[1].rank)[:count]
+
+
+def _by_text(best: Sequence[tuple[int, Logprob]]) -> dict[str, float]:
+    """Of tokens with one text, such as parts of characters, the most likely one."""
+    found: dict[str, float] = {}
+    for _, logprob in best:
+        found.setdefault(logprob.decoded_token or "", max(logprob.logprob, _LOWEST))
+    return found

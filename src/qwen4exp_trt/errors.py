@@ -35,6 +35,21 @@ class RequestError(Q4eError):
     """A generation request that cannot be served as asked."""
 
 
+class PromptTooLongError(RequestError):
+    """A prompt that leaves no room for a token in the longest sequence of the bundle or of its KV cache."""
+
+
+class UnreadableRowsError(CheckpointError):
+    """Rows of the n-gram table that a step needs and that cannot be read. Nothing was run, and no state has changed.
+
+    ``errors``: why, by the place in the step of each sequence that needs some; the step can be run without these.
+    """
+
+    def __init__(self, errors: dict[int, CheckpointError]) -> None:
+        super().__init__(str(next(iter(errors.values()))))
+        self.errors = errors
+
+
 class QueueFullError(RequestError):
     """A generation request that found as many open ones as are allowed; it may be sent again later."""
 
@@ -45,6 +60,10 @@ class DroppedError(RequestError):
 
 class EngineError(Q4eError):
     """An engine that has stopped, with every request that it had, and takes no more."""
+
+
+class CacheError(Q4eError):
+    """A prefix cache that cannot be kept as asked."""
 
 
 class ServerError(Q4eError):

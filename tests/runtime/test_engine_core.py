@@ -7,7 +7,7 @@ import pytest
 import torch
 from counting_backend import VOCAB_SIZE, CountingBackend
 
-from qwen4exp_trt.errors import RequestError
+from qwen4exp_trt.errors import PromptTooLongError, RequestError
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
@@ -169,12 +169,18 @@ def test_longest_prompt_leaves_room_for_one_token(core: EngineCore) -> None:
     assert (outputs(sequence), sequence.finish_reason) == ([2], "length")
 
 
-def test_pages_are_reserved_for_what_a_request_may_take() -> None:
+def test_a_request_must_fit_the_pages_and_one_without_max_tokens_ends_with_them() -> None:
     core = EngineCore(CountingBackend(), LIMITS, 2, VOCAB_SIZE, (), None)
     core.make_sequence(None, [1] * 4, SamplingParams(max_tokens=4))
-    for params in (SamplingParams(max_tokens=5), SamplingParams(max_tokens=None)):
-        with pytest.raises(RequestError, match=r"may take (9|32) tokens, \d pages of the KV cache, but there are 2"):
-            core.make_sequence(None, [1] * 4, params)
+    with pytest.raises(RequestError, match="may take 9 tokens, 3 pages of the KV cache, but there are 2"):
+        core.make_sequence(None, [1] * 4, SamplingParams(max_tokens=5))
+    sequence = core.make_sequence(None, [1] * 4, SamplingParams(max_tokens=None, ignore_eos=True))
+    core.add(sequence)
+    while sequence.finish_reason is None:
+        core.step()
+    assert (sequence.num_output_tokens, sequence.finish_reason) == (4, "length")
+    with pytest.raises(PromptTooLongError, match="8 tokens, but the KV cache has room for 8 in its 2 pages"):
+        core.make_sequence(None, [1] * 8, SamplingParams())
 
 
 def test_stop_strings_need_a_tokenizer_and_stop_tokens_the_vocabulary(core: EngineCore) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from qwen4exp_trt.plugins.number_formats import e4m3_from_float
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.plugins.sample_batches import sample_nvfp4
-from qwen4exp_trt.runtime.ngram_rows import NgramRows, RowCache
+from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.specs import NgramRowsSpec, Source, TensorSpec, WeightSpec
 from qwen4exp_trt.runtime.tensor_source import FunctionSource
 from qwen4exp_trt.runtime.weights import name_from_dtype
@@ -115,25 +115,3 @@ def test_inputs_that_are_there_are_kept() -> None:
     rows = rows_of(gather, tensors, "float32", 0)
     inputs = step([(0, 0, [1, 2])]) | {"embeddings": torch.ones(1)}
     assert rows.complete(inputs) == inputs
-
-
-def test_the_least_recently_used_rows_are_read_again() -> None:
-    values = torch.arange(20.0).unsqueeze(1).repeat(1, 2)
-    cache, read = RowCache(3, 2, torch.float32), list[list[int]]()
-
-    def get(*rows: int) -> None:
-        def load(missing: np.ndarray) -> Tensor:
-            read.append(missing.tolist())
-            return values[missing]
-
-        assert torch.equal(cache.get(np.array(rows), load), values[list(rows)])
-
-    get(1, 2, 3)
-    get(1, 3)  # 2 is now the oldest
-    get(4)
-    get(1, 3, 4)
-    get(2)
-    get(5, 6, 7, 8, 9)  # more than there is room for
-    get(5, 6, 7)
-    get(8)
-    assert read == [[1, 2, 3], [4], [2], [5, 6, 7, 8, 9], [8]]

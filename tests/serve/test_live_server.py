@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from qwen4exp_trt.runtime.outputs import StreamChunk
 from qwen4exp_trt.runtime.sampler import SampledToken
 from qwen4exp_trt.runtime.sequence import Sequence
 
+ROOT = Path(__file__).parents[2]
 PROMPT, OTHER_PROMPT = "They came to the", "It was a"
 USER = [{"role": "user", "content": "Tell me a story."}]
 WEATHER = {
@@ -327,6 +329,17 @@ def test_fields_without_effect_are_taken(server: LiveServer) -> None:
     assert response.json()["choices"][0]["finish_reason"] == "length"
 
 
+def test_a_prompt_that_is_too_long_has_openai_s_code(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="takes at most 767") as caught:
+        client.completions.create(model=MODEL, prompt=[5] * 768)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_request_of_more_prompts_than_there_is_room_for_is_wrong(server: LiveServer) -> None:
+    response = server.post("/v1/completions", {"prompt": ["x"] * 65})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt")
+
+
 def test_errors_have_openai_s_classes(client: openai.OpenAI, server: LiveServer) -> None:
     with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
         client.completions.create(model=MODEL, prompt="")
@@ -421,6 +434,25 @@ def test_a_request_that_the_engine_drops_is_the_servers_fault(
     with pytest.raises(openai.APIError, match="dropped"):
         list(stream)
     assert server.get("/health").status_code == 200
+
+
+def test_the_examples_of_the_docs_run(server: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    docs = (ROOT / "docs" / "serving.md").read_text() + (ROOT / "README.md").read_text().partition("\n## Serve\n")[2]
+    docs = re.sub(r"tokens=\d+", "tokens=4", docs.replace("http://127.0.0.1:8000", server.url))
+    commands = re.findall(r"^curl .*?[^\\]$", docs, re.MULTILINE | re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", docs, re.DOTALL)
+    examples = [example for example in examples if "OpenAI(" in example]
+    assert (len(commands), len(examples)) == (2, 2)
+    for command in commands:
+        _, *words = shlex.split(command.replace("\\\n", " "))
+        (url,) = (word for word in words if word.startswith("http"))
+        headers = dict([words[words.index("-H") + 1].split(": ")])
+        response = httpx.post(url, content=words[words.index("-d") + 1], headers=headers, timeout=60)
+        assert response.status_code == 200, response.text
+    for example in examples:
+        exec(example, {})
+    out = capsys.readouterr().out
+    assert out.count("CompletionUsage(completion_tokens=4") == 2
 
 
 def test_the_command_serves_until_sigterm(served_bundle: Path) -> None:

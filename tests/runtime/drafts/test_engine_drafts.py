@@ -186,6 +186,8 @@ def test_a_row_without_usable_logits_ends_its_request_alone(texts: Texts, drafte
     backend = drafted.core.backend
 
     class Poisoned:
+        prefetch = staticmethod(backend.prefetch)
+
         def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
             logits = backend.run(inputs)
             last = inputs["input_ids"][inputs["logits_indices"].long()]

@@ -1,0 +1,183 @@
+"""Drafts of the checkpoint's draft head, which reads the model's residual stack and the token that followed.
+
+A *pair* i is the model's stack at position i together with the token at i + 1; the head's states hold a row for each.
+After every step the head has as many pairs as the model has tokens. Rejected drafts bring none: the next pairs are
+written over what the states have of them. To draft more than one token the head goes on with its own stack, for rows
+that the next step's pairs are written over as well.
+
+States that are restored, forked or taken back are followed by other tokens than before, so their last pair is computed
+again. Its stack is kept: the last 8 of every sequence, by position, in a state of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qwen4exp_trt.runtime.drafts.draft_sampler import DraftSampler
+from qwen4exp_trt.runtime.limits import DRAFT_ROWS
+from qwen4exp_trt.runtime.specs import NUM_SLOTS, STACK, StateKind, StateSpec
+from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
+from qwen4exp_trt.runtime.step_inputs import pack_step
+
+if TYPE_CHECKING:  # they import this package
+    from qwen4exp_trt.runtime.backend import EagerBackend
+    from qwen4exp_trt.runtime.scheduler import ScheduledSequence
+    from qwen4exp_trt.runtime.sequence import Sequence
+    from qwen4exp_trt.runtime.sequence_memory import Memory
+    from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of a sequence, from position ``start`` on. ``rows``: of the model's step that gave their stacks."""
+
+    sequence: Sequence
+    start: int
+    rows: slice
+
+    @property
+    def count(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class MtpProposer:
+    """Runs ``head``, the backend of a bundle's draft head, up to ``max_drafts`` times a step.
+
+    ``vocab_size`` and ``vocab_limit`` are those of the model's logits (`sampler.sample`). On a GPU a step waits once
+    for the drafts, all sequences' together.
+    """
+
+    num_rewritten = 1
+
+    def __init__(
+        self,
+        head: EagerBackend | TensorRTBackend,
+        max_drafts: int,
+        block_size: int,
+        vocab_size: int,
+        vocab_limit: int | None,
+    ) -> None:
+        self.num_lookahead = max_drafts - 1
+        self._head, self._block_size = head, block_size
+        self._sampler = DraftSampler(head.token_ids, vocab_size, vocab_limit, head.device)
+        (spec,) = (spec for spec in head.program.inputs if spec.name == STACK)
+        ring = StateSpec("mtp.stack_ring", StateKind.STACK_RING, 0, (NUM_SLOTS, DRAFT_ROWS, spec.shape[1]), spec.dtype)
+        num_slots = next(len(head.states[spec.name]) for spec in head.states.specs if not spec.is_paged)
+        states = allocate_states((ring,), 0, num_slots, head.device)
+        self._ring = states[ring.name]
+        self.states = StatePool((ring,), states)
+        self._memories: WeakKeyDictionary[Sequence, Memory] = WeakKeyDictionary()
+        """In which every pair of the tokens that are computed is there, with the tokens that the sequence has."""
+        self._first: dict[Sequence, tuple[Tensor, Tensor]] = {}
+        """Of the last step: logits ``[V]`` and stack ``[W]`` behind a sequence's last pair."""
+
+    def observe(self, entries: SequenceOf[ScheduledSequence], stack: Tensor | None) -> None:
+        assert stack is not None, "a program that gives its stack"
+        ends = np.cumsum([entry.num_tokens for entry in entries]).tolist()
+        pairs = []
+        for entry, end in zip(entries, ends, strict=True):
+            if entry.sequence.memory is not None:
+                first = end - entry.num_tokens
+                num_kept = entry.sequence.num_computed - entry.start
+                pairs.append(_Pairs(entry.sequence, entry.start, slice(first, first + num_kept)))
+        self._first.clear()
+        if not pairs:
+            return
+        self._compute_last_pairs_again([each for each in pairs if each.start and not self._is_complete(each.sequence)])
+        self._keep_stacks(pairs, stack)
+        rows = list(chain.from_iterable(range(each.rows.start, each.rows.stop) for each in pairs))
+        logits, stacks = self._run(
+            [each.sequence for each in pairs],
+            [each.start for each in pairs],
+            [each.sequence.token_ids[each.start + 1 : each.end + 1] for each in pairs],
+            stack if len(rows) == len(stack) else stack[self._on_device(rows)],
+        )
+        for index, each in enumerate(pairs):
+            self._memories[each.sequence] = _memory_of(each.sequence)
+            self._first[each.sequence] = logits[index], stacks[index]
+
+    def _is_complete(self, sequence: Sequence) -> bool:
+        return self._memories.get(sequence) is sequence.memory
+
+    def _compute_last_pairs_again(self, pairs: SequenceOf[_Pairs]) -> None:
+        """The pair before those of a step, for sequences whose states another sequence or another text has left."""
+        if pairs:
+            sequences, positions = [each.sequence for each in pairs], [each.start - 1 for each in pairs]
+            slots = self._on_device([_memory_of(sequence).slot for sequence in sequences])
+            stack = self._ring[slots, self._on_device([position % DRAFT_ROWS for position in positions])]
+            self._run(sequences, positions, [[each.sequence.token_ids[each.start]] for each in pairs], stack)
+
+    def _keep_stacks(self, pairs: SequenceOf[_Pairs], stack: Tensor) -> None:
+        """Those of the last `DRAFT_ROWS` positions, for whoever goes on from here or from one of the rows before."""
+        slots, places, rows = [], [], []
+        for each in pairs:
+            for back in range(min(each.count, DRAFT_ROWS), 0, -1):
+                slots.append(_memory_of(each.sequence).slot)
+                places.append((each.end - back) % DRAFT_ROWS)
+                rows.append(each.rows.stop - back)
+        self._ring[self._on_device(slots), self._on_device(places)] = stack[self._on_device(rows)]
+
+    def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> None:
+        counted = [(min(count, self._num_possible(sequence)), sequence) for sequence, count in wanted]
+        counted.sort(key=lambda pair: -pair[0])
+        counts, sequences = [count for count, _ in counted], [sequence for _, sequence in counted]
+        logits, stacks = (torch.stack(parts) for parts in zip(*(self._first[each] for each in sequences), strict=True))
+        drafts = self._sampler.start([sequence.sample_request for sequence in sequences])
+        for index in range(counts[0]):
+            token_ids = drafts.draw(logits)
+            active = sum(count > index + 1 for count in counts)
+            if active == 0:
+                break
+            going_on = sequences[:active]
+            starts = [sequence.num_computed + index for sequence in going_on]
+            logits, stacks = self._run(going_on, starts, token_ids[:active], stacks[:active])
+        for sequence, count, (token_ids, probs) in zip(sequences, counts, drafts.finish(), strict=True):
+            sequence.set_drafts(token_ids[:count], None if probs is None else probs[:count])
+
+    def _num_possible(self, sequence: Sequence) -> int:
+        """Drafts for which the sequence has pages: the head's rows of all but the first are behind its tokens."""
+        room = len(_memory_of(sequence).blocks) * self._block_size - sequence.num_computed
+        return room + 1
+
+    def _run(
+        self,
+        sequences: SequenceOf[Sequence],
+        starts: SequenceOf[int],
+        token_ids: SequenceOf[SequenceOf[int]] | Tensor,
+        stack: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the head; logits ``[n, V]`` and its stacks ``[n, W]`` at the last row of each sequence.
+
+        ``token_ids``: of each sequence, or int32 ``[n]`` on the device, one of each.
+        """
+        lengths, ids = np.ones(len(sequences), dtype=np.int64), np.zeros(len(sequences))
+        if not isinstance(token_ids, Tensor):
+            lengths = np.array([len(each) for each in token_ids])
+            ids = np.fromiter(chain.from_iterable(token_ids), np.int32, lengths.sum())
+        memories = [_memory_of(sequence) for sequence in sequences]
+        inputs = pack_step(memories, np.array(starts), lengths, ids, lengths.cumsum() - 1)
+        if isinstance(token_ids, Tensor):
+            inputs["input_ids"] = token_ids
+        result = self._head.run_step({**inputs, STACK: stack})
+        assert result.stack is not None, "a draft head gives its stack"
+        return result.logits, result.stack
+
+    def _on_device(self, values: SequenceOf[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self._head.device, non_blocking=True)
+
+
+def _memory_of(sequence: Sequence) -> Memory:
+    assert sequence.memory is not None, sequence.request_id
+    return sequence.memory
