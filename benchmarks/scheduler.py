@@ -29,6 +29,7 @@ from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 from qwen4exp_trt.runtime.state_pool import StatePool
+from qwen4exp_trt.runtime.step_result import SampledStep
 
 BAR_MS = 1.0
 NUM_SEQS, VOCAB_SIZE, TOKEN = 64, 248_320, 7
@@ -57,18 +58,19 @@ class NullBackend:
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         raise NotImplementedError("steps sample")
 
-    def sample(
+    def sample_step(
         self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
-    ) -> list[SampledToken | None]:
+    ) -> SampledStep:
         self.called = time.thread_time()
         tokens: list[SampledToken | None] = [SampledToken(TOKEN, -1.0, 1, None)] * len(requests)
         self.returned = time.thread_time()
-        return tokens
+        return SampledStep(tokens, None)
 
 
 class FixedDrafts:
     """Proposes the tokens that the backend samples, so that all are accepted."""
 
+    states = None
     num_lookahead = num_rewritten = 0
 
     def observe(self, entries: object, stack: object) -> None:

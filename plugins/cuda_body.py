@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.execute import compute_capability, execute, num_multiprocessors
-from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, NUM_SEMAPHORES, Plan
+from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, MOST_PLANS, NUM_SEMAPHORES, Plan
 from qwen4exp_trt.plugins.spec import OpSpec, element_shape
 
 _Value = TypeVar("_Value")
@@ -26,10 +28,11 @@ class _Prepared:
     outputs: tuple[tuple[str, list[int], torch.dtype], ...]
 
 
-_MOST_KEPT = 8192
-"""Plans: prompts have chunks of any length, each of which makes some."""
-_plans: dict[Any, Plan] = {}
-_prepared: dict[Any, _Prepared] = {}
+_plans: OrderedDict[Any, Plan] = OrderedDict()
+_prepared: OrderedDict[Any, _Prepared] = OrderedDict()
+"""By shapes, the last used last. Prompts have chunks of any length, each of which makes some."""
+_lock = Lock()
+"""Of both: models in several threads share them."""
 
 
 def run_kernels(spec: OpSpec, args: Sequence[Any]) -> Tensor | tuple[Tensor, ...]:
@@ -39,9 +42,7 @@ def run_kernels(spec: OpSpec, args: Sequence[Any]) -> Tensor | tuple[Tensor, ...
     tensors = {arg.name: _checked(spec, arg.name, tensors[arg.name], device, arg.mutated) for arg in spec.inputs}
     operands = tensors.values()
     key = (spec.name, *((each.shape, each.dtype) for each in operands), *map(_hashable, attrs.values()), device.index)
-    call = _prepared.get(key)
-    if call is None:
-        call = _keep(_prepared, key, _prepare(spec, tensors, attrs, device.index))
+    call = _kept(_prepared, key, lambda: _prepare(spec, tensors, attrs, device.index))
     outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape, dtype in call.outputs}
     scratch = torch.empty(call.plan.scratch_bytes, dtype=torch.uint8, device=device)
     pointers = {name: tensor.data_ptr() for name, tensor in (tensors | outputs).items()}
@@ -74,14 +75,22 @@ def cached_plan(
     """`OpSpec.plan`, made once for equal arguments."""
     values = tuple(map(_hashable, attrs.values()))
     key = (spec.name, tuple(map(tuple, shapes.values())), tuple(dtypes.values()), values, num_sms, capability)
-    plan = _plans.get(key)
-    return plan or _keep(_plans, key, spec.plan(shapes, dtypes, attrs, num_sms, capability))
+    return _kept(_plans, key, lambda: spec.plan(shapes, dtypes, attrs, num_sms, capability))
 
 
-def _keep(cached: dict[Any, _Value], key: Any, value: _Value) -> _Value:
-    if len(cached) >= _MOST_KEPT:
-        cached.clear()
-    cached[key] = value
+def _kept(cached: OrderedDict[Any, _Value], key: Any, make: Callable[[], _Value]) -> _Value:
+    """What is cached for ``key``, made if it is not; of more than `MOST_PLANS` the one that was not used for longest
+    is dropped."""
+    with _lock:
+        value = cached.get(key)
+        if value is not None:
+            cached.move_to_end(key)
+            return value
+    value = make()
+    with _lock:
+        cached[key] = value
+        if len(cached) > MOST_PLANS:
+            cached.popitem(last=False)
     return value
 
 

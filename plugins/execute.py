@@ -12,7 +12,7 @@ import numpy as np
 
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.compile import architecture, load_cubin
-from qwen4exp_trt.plugins.kernels import F32, Kernel, Launch, Plan, ScratchRef, TensorRef
+from qwen4exp_trt.plugins.kernels import F32, MOST_PLANS, Kernel, Launch, Plan, ScratchRef, TensorRef
 
 _cubin_folders: list[Path] = []
 _shared_limits: dict[tuple[Kernel, int], int] = {}
@@ -56,7 +56,7 @@ def _address(arg: Any, pointers: Mapping[str, int], scratch: int, semaphores: in
     return scratch + arg.offset if isinstance(arg, ScratchRef) else semaphores + 4 * arg.index
 
 
-@lru_cache(8192)
+@lru_cache(MOST_PLANS)
 def _prepared_launches(plan: Plan, device_index: int) -> list[tuple[Any, Any, list[tuple[Any, Any]]]]:
     return [_prepared(launch, device_index) for launch in plan.launches]
 

@@ -23,6 +23,8 @@ MIN_CAPABILITY = (8, 0)
 """Of any GPU that the kernels are compiled for."""
 NUM_SEMAPHORES = 4096
 """Zeroed uint32 counters that a launch may use, if it leaves them zero."""
+MOST_PLANS = 4096
+"""Plans that a process keeps, each of some kilobytes: of a hundred shapes of steps, since a step makes 15 to 40."""
 
 _ITEM_BYTES = {torch.float4_e2m1fn_x2: 0.5}
 _C_TYPES = {torch.bfloat16: "bf16", torch.float32: "float", torch.float8_e4m3fn: "e4m3"}

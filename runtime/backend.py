@@ -24,6 +24,7 @@ from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import KERNELS_DIR, CheckpointRef, Manifest
 from qwen4exp_trt.runtime.materialize import load_weights
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan, plan_memory
+from qwen4exp_trt.runtime.nan_trace import NanTrace
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWindow
 from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
@@ -108,6 +109,12 @@ class EagerBackend:
             self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device, self._pool)
         self._sampling_graphs: dict[int | None, DecodeGraphs] = {}
         """Steps that end with the sampled tokens, by the limit of their ids."""
+        self.nan_trace: NanTrace | None = None
+        """Of the last step, if it was watched."""
+
+    def watch_nan(self) -> None:
+        """Run all steps from now on op by op, since none can be run again, and keep what `NanTrace` has of the last."""
+        self._graphs, self.nan_trace = None, NanTrace(self.program)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The logits of `run_step`."""
@@ -122,10 +129,10 @@ class EagerBackend:
 
     def _run(self, inputs: Mapping[str, Tensor]) -> StepResult:
         outputs = self.program.outputs
-        if self._graphs is None:
+        if self.device.type == "cpu":
             return step_result(real_rows(outputs, self._execute(inputs), inputs, is_reused=False))
         with torch.cuda.device(self.device), _steps_that_fit(self.device):
-            results = self._graphs.run(inputs)
+            results = None if self._graphs is None else self._graphs.run(inputs)
             if results is not None:
                 return step_result(real_rows(outputs, results, inputs, is_reused=True))
             results = self._execute(move_inputs(self.program.inputs, inputs, self.device))
@@ -182,6 +189,8 @@ class EagerBackend:
         has_few = len(inputs["input_ids"]) <= MOST_TOKENS
         program = self._program_for_few if has_few else self.program
         with exact_matmuls():
+            if self.nan_trace is not None:
+                return self.program.run(inputs, self.states, self.weights, self.nan_trace.run)
             return program.run(inputs, self.states, self.weights)
 
 
@@ -219,7 +228,10 @@ def load_eager_backend(
     if drafts:
         token_ids = load_token_ids(folder, manifest)
         draft = EagerBackend(drafts[0], states, weights, limits, device, token_ids=token_ids)
-    return EagerBackend(model, states, weights, limits, device, rows, plan, draft)
+    backend = EagerBackend(model, states, weights, limits, device, rows, plan, draft)
+    if options.debug_nan:
+        backend.watch_nan()
+    return backend
 
 
 @contextmanager
@@ -244,6 +256,11 @@ def make_backend(
     if name not in BACKENDS:
         raise BundleError(f"there is no backend {name!r}; use one of {', '.join(BACKENDS)}")
     is_eager = name == "eager"
+    if options.debug_nan and not is_eager:
+        raise BundleError(
+            f"debug_nan (--debug-nan) looks at the result of each op, and the backend {name!r} runs a whole engine; "
+            "use the backend 'eager'"
+        )
     chosen = device_from_name(device or ("cpu" if is_eager else "cuda"))
     if is_eager:
         return load_eager_backend(folder, manifest, options, chosen)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_shape
+from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape, captured_shape
 from qwen4exp_trt.runtime.specs import TensorSpec
 
 Execute = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -21,14 +22,33 @@ Pool = Any
 """The memory of graphs of which one runs at a time, as `torch.cuda.graph_pool_handle` makes it."""
 
 
+class _Staging:
+    """Pinned memory for the inputs of a step. It is free again when its last copy has ended."""
+
+    def __init__(self, layout: InputLayout) -> None:
+        self._layout = layout
+        self._staged = StagedInputs(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True))
+        self._copied = torch.cuda.Event()
+
+    def copy(self, inputs: Mapping[str, Tensor], target: Tensor) -> None:
+        """Pack ``inputs`` into ``target`` on a GPU: what is on the CPU by one copy that nobody waits for."""
+        self._copied.synchronize()
+        self._staged.pack(inputs)
+        num_bytes = self._layout.packed_bytes(inputs)
+        target[:num_bytes].copy_(self._staged.buffer[:num_bytes], non_blocking=True)
+        self._copied.record()
+        self._layout.copy_on_device(inputs, target)
+
+
 @dataclass(frozen=True)
 class _Captured:
     """A graph with the memory that it reads its inputs from and writes its results to."""
 
-    layout: InputLayout
     inputs: Tensor
     graph: torch.cuda.CUDAGraph
     results: Mapping[str, Tensor]
+    stagings: Iterator[_Staging]
+    """In turns, so that a step need not wait for the one before."""
 
 
 class DecodeGraphs:
@@ -58,7 +78,7 @@ class DecodeGraphs:
         if shape not in self._captured:
             self._captured[shape] = self._capture(shape)
         captured = self._captured[shape]
-        _copy_inputs(captured.layout, inputs, captured.inputs)
+        next(captured.stagings).copy(inputs, captured.inputs)
         captured.graph.replay()
         return captured.results
 
@@ -73,7 +93,8 @@ class DecodeGraphs:
         self._stream.synchronize()
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             results = self._execute(views)
-        return _Captured(layout, buffer, graph, results)
+        stagings = [_Staging(layout) for _ in range(2)]
+        return _Captured(buffer, graph, results, itertools.cycle(stagings))
 
 
 def move_inputs(
@@ -84,15 +105,5 @@ def move_inputs(
     there = {spec.name: inputs[spec.name] for spec in specs if inputs[spec.name].device.type != "cpu"}
     layout = InputLayout([spec for spec in specs if spec.name not in there], shape)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-    _copy_inputs(layout, inputs, buffer)
+    _Staging(layout).copy(inputs, buffer)
     return {**layout.views(buffer), **there}
-
-
-def _copy_inputs(layout: InputLayout, inputs: Mapping[str, Tensor], target: Tensor) -> None:
-    """Pack ``inputs`` into ``target`` on a GPU: what is on the CPU by one copy that nobody waits for."""
-    num_bytes = layout.packed_bytes(inputs)
-    # Torch keeps pinned memory from being reused before the copy has ended.
-    staged = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    layout.pack(inputs, staged)
-    target[:num_bytes].copy_(staged, non_blocking=True)
-    layout.copy_on_device(inputs, target)

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 MOST_TOKEN_MS = 4.0
 """Above it a token's rows are warned of: a tenth of what the rest of it takes on a GB10."""
 _MOST_SECONDS = 0.5
+_SECONDS_WORTH_THREADS = 1e-3
+"""For a token; handing its rows to threads takes a fraction of it."""
 _NUM_SINGLE_ROWS = 16
 _NUM_TOKENS = 8
 _PROMPT_TOKENS = 16
@@ -63,20 +65,26 @@ def measure(tables: Sequence[RowTable], rows_per_token: int) -> DiskSpeed | None
     if not paths:
         return None
     sample = _Sample(tables)
-    alone = sample.median_seconds(1, _NUM_SINGLE_ROWS)
-    token = sample.median_seconds(rows_per_token, _NUM_TOKENS)
-    uses_threads = rows_per_token > 1 and token > alone * rows_per_token / 2
+    alone = sample.seconds_of(1, _NUM_SINGLE_ROWS)
+    token = sample.seconds_of(rows_per_token, _NUM_TOKENS)
+    uses_threads = min(token) > max(_SECONDS_WORTH_THREADS, min(alone) * rows_per_token / 2)
     if uses_threads:
         for table in tables:
             for reader in table.readers:
                 reader.use_threads()
-        token = sample.median_seconds(rows_per_token, _NUM_TOKENS)
-    prompt = sample.seconds(_PROMPT_TOKENS * rows_per_token) / _PROMPT_TOKENS
+        token = sample.seconds_of(rows_per_token, _NUM_TOKENS)
+    (prompt,) = sample.seconds_of(_PROMPT_TOKENS * rows_per_token, 1)
     kinds = {path: file_system_of(path) for path in paths}
     remote = [path for path, kind in kinds.items() if kind.startswith(_REMOTE_PREFIXES)]
     shown = (remote or paths)[0]
     return DiskSpeed(
-        str(shown.parent), kinds[shown], bool(remote), alone * 1e6, token * 1e3, prompt * 1e3, uses_threads
+        path=str(shown.parent),
+        file_system=kinds[shown],
+        is_remote=bool(remote),
+        row_us=statistics.median(alone) * 1e6,
+        token_ms=statistics.median(token) * 1e3,
+        prompt_token_ms=prompt / _PROMPT_TOKENS * 1e3,
+        uses_threads=uses_threads,
     )
 
 
@@ -130,15 +138,14 @@ class _Sample:
         self._tables, self._generator = tables, np.random.default_rng(0)
         self._end = time.perf_counter() + _MOST_SECONDS
 
-    def median_seconds(self, count: int, rounds: int) -> float:
+    def seconds_of(self, count: int, rounds: int) -> list[float]:
         """Of reading ``count`` rows at once, ``rounds`` times or as often as there is time for."""
-        found = [self.seconds(count)]
+        found = [self._seconds(count)]
         while len(found) < rounds and time.perf_counter() < self._end:
-            found.append(self.seconds(count))
-        return statistics.median(found)
+            found.append(self._seconds(count))
+        return found
 
-    def seconds(self, count: int) -> float:
-        """Of reading ``count`` rows at once."""
+    def _seconds(self, count: int) -> float:
         rows = np.unique(self._generator.integers(0, self._tables[0].num_rows, count))
         for table in self._tables:
             table.forget(rows)

@@ -22,6 +22,7 @@ from qwen4exp_trt.runtime.drafts.verification import verified
 from qwen4exp_trt.runtime.hooks import NoPrefixCache, PrefixCache
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
+from qwen4exp_trt.runtime.nan_trace import NanTrace
 from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.sampler import SampledToken, sample
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
@@ -36,6 +37,7 @@ _UNUSABLE = (
     "its logits have NaN, +inf or only -inf, so no token can be sampled: the model's weights or states are damaged, "
     "or a value overflowed"
 )
+_HOW_TO_FIND = "debug_nan=True (--debug-nan) says in which module it began"
 
 
 class EngineCore:
@@ -54,11 +56,12 @@ class EngineCore:
         metrics: EngineMetrics | None = None,
         prefix_cache: Callable[[SequenceStates], PrefixCache] | None = None,
         drafting: Drafting | None = None,
+        nan_trace: NanTrace | None = None,
     ) -> None:
         self.metrics = metrics or EngineMetrics()
         self.backend, self.limits, self.tokenizer = backend, limits, tokenizer
         self.vocab_size, self.stop_token_ids = vocab_size, tuple(stop_token_ids)
-        self.drafting = drafting
+        self.drafting, self.nan_trace = drafting, nan_trace
         pool, num_rewritten, num_lookahead = backend.states, 0, 0
         if drafting is not None:
             proposer = drafting.proposer
@@ -165,7 +168,7 @@ class EngineCore:
         yield gauge("num_requests_running", "Sequences that steps run.", scheduler.num_running)
         yield gauge("num_requests_waiting", "Requests that wait for their first step.", scheduler.num_waiting)
         used = 1 - scheduler.num_free_blocks / scheduler.num_blocks
-        yield gauge("kv_cache_usage_perc", "Pages of the KV cache in use, 1 is all.", used)
+        yield gauge("kv_cache_usage_perc", "Pages of the KV cache in use, also by the prefix cache; 1 is all.", used)
 
     def _drop(self, sequence: Sequence, reason: str, cause: BaseException | None = None) -> None:
         sequence.error = DroppedError(f"request {sequence.request_id} was dropped: {reason}")
@@ -185,6 +188,8 @@ class EngineCore:
         scheduled, entries, rows, stack = self._execute(scheduled)
         if not scheduled:
             return
+        if self.nan_trace is not None:
+            self._note_not_finite(self.nan_trace, scheduled)
         now = self.metrics.clock()
         self.metrics.stepped(now - start, sum(entry.num_prompt_tokens for entry in scheduled))
         for entry in scheduled:
@@ -199,6 +204,15 @@ class EngineCore:
                 self._finish(sequence, sequence.finish_reason)
         if self.drafting is not None:
             self.drafting.propose(entry.sequence for entry in entries if entry.sequence.memory is not None)
+
+    @staticmethod
+    def _note_not_finite(trace: NanTrace, scheduled: SequenceOf[ScheduledSequence]) -> None:
+        """Keep with each sequence what of it was the first that is not finite: later steps only show what follows."""
+        end = 0
+        for entry in scheduled:
+            start, end = end, end + entry.num_tokens
+            found = entry.sequence.first_not_finite or trace.first_not_finite(range(start, end))
+            entry.sequence.first_not_finite = found
 
     def _execute(
         self, scheduled: list[ScheduledSequence]
@@ -230,7 +244,7 @@ class EngineCore:
         num_before = sequence.num_output_tokens
         for token in taken:
             if token is None:
-                self._drop(sequence, _UNUSABLE)
+                self._drop(sequence, f"{_UNUSABLE}; {sequence.first_not_finite or _HOW_TO_FIND}")
                 return
             sequence.append(token)
             if sequence.finish_reason is not None:

@@ -137,6 +137,7 @@ class EngineThread:
             stopped, aborted = None, list(self._requests.values())
             for request in aborted:
                 self._end(request, is_told=True)
+            self._core.close()
         except BaseException as error:
             stopped = EngineError(f"the engine has stopped with every request that it had: {brief(error)}")
             stopped.__cause__ = error

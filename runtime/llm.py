@@ -11,7 +11,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError, RequestError
-from qwen4exp_trt.runtime.backend import make_backend
+from qwen4exp_trt.runtime.backend import EagerBackend, make_backend
 from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import make_drafting
@@ -56,9 +56,10 @@ class LLM:
     how many sequences run at a time, at most (and by default) as many as the bundle is built for; the others wait.
     ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
     ``enable_prefix_caching``: keep the states of prompts for others that begin alike; the options behind it are those
-    of `PrefixCacheOptions`. Raises `BundleError` for a bundle that is damaged, of another version, without weights or
-    too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was
-    built from.
+    of `PrefixCacheOptions`. ``debug_nan``: run each step op by op, slowly, so that a request whose logits are unusable
+    says where that began; for ``eager`` only. Raises `BundleError` for a bundle that is damaged, of another version,
+    without weights or too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is
+    not the one it was built from.
 
     Threads may share it: their requests run in the same steps.
     """
@@ -81,6 +82,7 @@ class LLM:
         cache_dir: str | Path | None = None,
         disk_cache_bytes: int = DEFAULT_DISK_BYTES,
         snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
+        debug_nan: bool = False,
     ) -> None:
         self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         how = (prefix_cache_bytes, host_cache_bytes, cache_dir, disk_cache_bytes, snapshot_interval)
@@ -92,6 +94,7 @@ class LLM:
             row_cache_bytes=row_cache_bytes,
             memory_reserve_bytes=memory_reserve_bytes,
             prefix_cache=caching,
+            debug_nan=debug_nan,
             progress=progress,
         )
         folder = _checked_path("bundle", bundle)
@@ -109,7 +112,7 @@ class LLM:
         self._chat_template = ChatTemplate.from_dir(folder)
         loaded = make_backend(backend, device, folder, self.manifest, options)
         assert loaded.memory_plan is not None
-        self.memory_plan = loaded.memory_plan
+        self.memory_plan, self._ngram_table = loaded.memory_plan, loaded.rows
         self.core = EngineCore(
             loaded,
             self.manifest.limits,
@@ -126,6 +129,7 @@ class LLM:
                 self.manifest.vocab_size,
                 self.tokenizer.vocab_size if self.tokenizer else None,
             ),
+            nan_trace=loaded.nan_trace if isinstance(loaded, EagerBackend) else None,
         )
         if isinstance(self.core.prefix_cache, PrefixCache):
             self.core.metrics.add_source(partial(cache_metrics, self.core.prefix_cache))
@@ -133,6 +137,13 @@ class LLM:
     def close(self) -> None:
         """Write to disk what the prefix cache keeps there. Nothing can be generated afterwards."""
         self.core.close()
+        self._ngram_table.close()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What was found at the start: ``memory``, bytes by use and what there was of them; ``ngram_table``, where it
+        is and, on a disk, how fast that is."""
+        return {"memory": self.memory_plan.to_dict(), "ngram_table": dict(self._ngram_table.info)}
 
     def __enter__(self) -> Self:
         return self

@@ -32,6 +32,8 @@ class LoadOptions:
     """What the caller keeps of states beside the backend; None for nothing."""
     other_uses: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the caller takes besides, by what for."""
+    debug_nan: bool = False
+    """Whether steps are watched for results that are not finite (`NanTrace`)."""
     progress: Progress | None = None
     """Is called with the bytes of weights that are loaded, and the bytes of all."""
 

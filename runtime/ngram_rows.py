@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.errors import CheckpointError, UnreadableRowsError
+from qwen4exp_trt.errors import BundleError, CheckpointError, UnreadableRowsError
 from qwen4exp_trt.plugins.number_formats import scales_of_rows
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.disk_speed import DiskSpeed, measure, warn
@@ -53,7 +53,7 @@ class NgramRows:
         tables = [spec for spec in specs if isinstance(spec, NgramRowsSpec)]
         rings = {spec.name: ngram_ring(spec) for spec in tables}
         self.states = StatePool(rings.values(), allocate_states(tuple(rings.values()), 0, num_slots))
-        self._source = source
+        self._source, self._is_closed = source, False
         self._tables = {
             spec.name: _Table(spec, source, self.states[rings[spec.name].name], cache_bytes) for spec in tables
         }
@@ -83,6 +83,8 @@ class NgramRows:
         `UnreadableRowsError` for rows that cannot be read: then nothing has changed, and the same step may be run again
         with other sequences.
         """
+        if self._is_closed:
+            raise BundleError("the files of the n-gram table are closed; load the bundle again")
         missing = [table for name, table in self._tables.items() if name not in inputs]
         hashed = [table.hash(inputs) for table in missing]
         found: dict[str, Tensor] = {}
@@ -108,6 +110,7 @@ class NgramRows:
             self._announced.append((list(window.token_ids[first : window.stop]), window.start - first))
 
     def close(self) -> None:
+        self._is_closed = True
         for table in self._tables.values():
             table.close()
         self._source.close()
@@ -216,7 +219,7 @@ class _Table:
                 raise FailedRowsError(
                     {int(at): why for at, why in zip(missing, failures, strict=True) if why is not None}
                 ) from error
-            out[torch.from_numpy(missing)] = values[torch.from_numpy(places)]
+            out.index_copy_(0, torch.from_numpy(missing), values.index_select(0, torch.from_numpy(places)))
             self._cache.put(unique, values)
         return out.view(len(rows), -1)
 

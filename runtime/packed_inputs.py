@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import lt
 
 import numpy as np
 import torch
@@ -18,8 +19,9 @@ from qwen4exp_trt.runtime.weights import dtype_from_name
 
 _ALIGNMENT = 256
 """Of an input in the buffer, in bytes."""
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""What NumPy copies in place of floats: it has no BF16."""
+_BITS = {2: np.int16, 4: np.int32, 8: np.int64}
+_TORCH_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""What is copied in place of floats, by the bytes of an element."""
 _ROWS_LADDER = (1, 2, 4, DRAFT_ROWS)
 """Rows a sequence of the steps that are captured."""
 
@@ -57,11 +59,11 @@ def captured_shape(inputs: Mapping[str, Tensor], limits: EngineLimits) -> StepSh
     Few sizes serve all steps: batches of a power of two (or the largest), a power of two of rows a sequence, logits of
     one row a sequence or of all rows, and the block table of the longest sequence.
     """
-    lengths = np.diff(inputs["query_start_loc"].numpy())
-    if lengths.max() > DRAFT_ROWS:
+    starts = inputs["query_start_loc"].numpy()
+    if (starts[1:] - starts[:-1]).max() > DRAFT_ROWS:
         return None
-    num_seqs = min(1 << (len(lengths) - 1).bit_length(), limits.max_batch_size)
-    num_tokens = next(num_seqs * rows for rows in _ROWS_LADDER if num_seqs * rows >= lengths.sum())
+    num_seqs = min(1 << (len(starts) - 2).bit_length(), limits.max_batch_size)
+    num_tokens = next(num_seqs * rows for rows in _ROWS_LADDER if num_seqs * rows >= starts[-1])
     num_rows = num_seqs if len(inputs["logits_indices"]) <= num_seqs else num_tokens
     return StepShape(num_seqs, num_tokens, num_rows, limits.blocks_per_seq)
 
@@ -70,52 +72,73 @@ class InputLayout:
     """Where each input of steps of one shape is in a buffer of bytes."""
 
     def __init__(self, specs: Sequence[TensorSpec], shape: StepShape) -> None:
-        self._places: dict[str, _Place] = {}
+        self.places: dict[str, _Place] = {}
         self.num_bytes = 0
         """Of the buffer."""
         for spec in sorted(specs, key=lambda spec: spec.name == STACK):  # last, as it is large and seldom on the CPU
             end = self.num_bytes + spec.num_bytes(shape.dims)
             extents = tuple(extent_of(dim, shape.dims) for dim in spec.shape)
-            self._places[spec.name] = _Place(slice(self.num_bytes, end), dtype_from_name(spec.dtype), extents)
+            self.places[spec.name] = _Place(slice(self.num_bytes, end), dtype_from_name(spec.dtype), extents)
             self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The inputs in ``buffer`` (uint8)."""
-        return {name: buffer[place.bytes].view(place.dtype).view(place.extents) for name, place in self._places.items()}
+        return {name: self._view(name, buffer) for name in self.places}
+
+    def _view(self, name: str, buffer: Tensor) -> Tensor:
+        place = self.places[name]
+        return buffer[place.bytes].view(place.dtype).view(place.extents)
 
     def packed_bytes(self, inputs: Mapping[str, Tensor]) -> int:
-        """How much of the buffer `pack` needs: up to the last of the ``inputs`` that are on the CPU."""
-        return max(place.bytes.stop for name, place in self._places.items() if inputs[name].device.type == "cpu")
-
-    def pack(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
-        """Write those of ``inputs`` that are on the CPU into ``buffer`` (likewise), behind them what pads a step to the
-        shape.
-
-        Padding sequences have no rows, no tokens and no pages; ``num_seqs`` of the inputs does not count them.
-        """
-        elements = buffer.numpy()
-        for name, place in self._places.items():
-            if inputs[name].device.type != "cpu":
-                elements[place.bytes] = 0  # what pads it; the rest is copied on the GPU
-                continue
-            source = inputs[name].view(_BITS[place.dtype.itemsize]).numpy()
-            target = elements[place.bytes].view(source.dtype).reshape(place.extents)
-            if source.shape != place.extents:
-                target[...] = _padding(name, source)
-            target[tuple(slice(extent) for extent in source.shape)] = source
+        """How much of the buffer `StagedInputs.pack` needs: up to the last of the ``inputs`` that are on the CPU."""
+        return max(place.bytes.stop for name, place in self.places.items() if inputs[name].is_cpu)
 
     def copy_on_device(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
         """Copy those of ``inputs`` that are on the GPU into ``buffer`` there. Rows of padding stay what they are."""
-        views = self.views(buffer)
         for name, value in inputs.items():
-            if name in views and value.device.type != "cpu":
-                views[name][tuple(slice(extent) for extent in value.shape)].copy_(value)
+            if not value.is_cpu and name in self.places:
+                self._view(name, buffer)[tuple(slice(extent) for extent in value.shape)].copy_(value)
 
     def padding(self) -> Tensor:
         """A buffer (on the CPU) of a step that is padding only: it changes no state."""
         buffer = torch.zeros(self.num_bytes, dtype=torch.uint8)
         self.views(buffer)["block_table"].fill_(-1)
         return buffer
+
+
+class StagedInputs:
+    """The inputs of one step after another in a buffer on the CPU, ``layout.packed_bytes`` of them at least.
+
+    What a step costs the host is the number of inputs, so views and padding of the last step are kept.
+    """
+
+    def __init__(self, layout: InputLayout, buffer: Tensor) -> None:
+        self.buffer, elements = buffer, buffer.numpy()
+        self._targets = {
+            name: elements[place.bytes].view(_BITS[place.dtype.itemsize]).reshape(place.extents)
+            for name, place in layout.places.items()
+            if place.bytes.stop <= len(elements)
+        }
+        self._filled: dict[str, tuple[int, ...]] = {}
+        """The extents of the last step's inputs; behind them is padding."""
+
+    def pack(self, inputs: Mapping[str, Tensor]) -> None:
+        """Write those of ``inputs`` that are on the CPU, behind them what pads a step to the layout's shape.
+
+        Padding sequences have no rows, no tokens and no pages; ``num_seqs`` of the inputs does not count them.
+        """
+        for name, target in self._targets.items():
+            value = inputs[name]
+            # NumPy has no BF16. An input that is on the GPU is copied there, and padded from here.
+            bits = target[:0] if not value.is_cpu else value.view(_TORCH_BITS[value.itemsize]).numpy()
+            shape, filled = bits.shape, self._filled.get(name)
+            if shape == target.shape:
+                target[...] = bits
+            else:
+                if filled is None or name == "query_start_loc" or any(map(lt, shape, filled)):
+                    target[...] = _padding(name, bits)
+                target[tuple(map(slice, shape))] = bits
+            self._filled[name] = shape
 
 
 @dataclass(frozen=True)

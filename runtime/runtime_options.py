@@ -60,6 +60,7 @@ RUNTIME_OPTIONS = (
         byte_count,
         {"metavar": "SIZE"},
     ),
+    RuntimeOption("debug_nan", "of logits that are NaN, say in which module that began; slow, for eager", "no", None),
 )
 
 

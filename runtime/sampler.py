@@ -176,9 +176,9 @@ def _verify_drafts(
 
 def sampling_operands(requests: Sequence[SampleRequest]) -> dict[str, Tensor]:
     """The `SAMPLING_INPUTS` of one row for each request, on the CPU."""
-    filters = np.array([request.params.filters for request in requests]).reshape(-1, len(_FILTERS)).T
+    filters = zip(*[request.params.filters for request in requests], strict=True) if requests else [()] * len(_FILTERS)
     arrays = {
-        **{name: column.astype(_NUMPY_DTYPES[name]) for name, column in zip(_FILTERS, filters, strict=True)},
+        **{name: np.array(column, _NUMPY_DTYPES[name]) for name, column in zip(_FILTERS, filters, strict=True)},
         "seeds": np.array([request.seed % 2**64 for request in requests], dtype=np.uint64).view(np.int64),
         "offsets": np.array([request.num_tokens for request in requests], dtype=np.int32)
         + NoiseStream.SAMPLE.offset(0),

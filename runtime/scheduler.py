@@ -81,7 +81,7 @@ class Scheduler:
         """Of the step that is being made up."""
         self._looked_ahead: Sequence | None = None
         """The last waiting sequence that `upcoming` gave."""
-        self._num_steps = self._num_added = self._num_ended = 0
+        self._num_steps = self._num_added = self._num_freed = 0
         self._refused: tuple[Sequence, int, int] | None = None
         """Who was refused memory last, and at which state of it."""
 
@@ -164,7 +164,7 @@ class Scheduler:
             _take_out(queue, sequence)
         if sequence is self._looked_ahead:
             self._looked_ahead = None
-        self._num_ended += 1
+        self._num_freed += 1
         self._free(sequence)
 
     def acquire_memory(self, sequence: Sequence) -> bool:
@@ -236,9 +236,9 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            state = (sequence, self._num_ended, self.states.blocks.num_releases)
+            state = (sequence, self._num_freed, self.states.blocks.num_releases)
             if self._refused == state or not self._start(sequence):
-                self._refused = (sequence, self._num_ended, self.states.blocks.num_releases)
+                self._refused = (sequence, self._num_freed, self.states.blocks.num_releases)
                 return
             _take_out(self._waiting, sequence)
             insort(self._running, sequence, key=_PLACE)
@@ -260,9 +260,15 @@ class Scheduler:
         if not self.states.start(sequence):
             return False
         num_restored = self.prefix_cache.restore(sequence)
-        if not self.states.reserve(sequence, sequence.num_tokens_left):
+        if not self._reserve_from(lower, sequence, sequence.num_tokens_left):
             self._free(sequence)
-            return False
+            # What was restored keeps pages in the cache that a lone sequence may need: then without it.
+            if self._running or not self.states.start(sequence):
+                return False
+            num_restored = 0
+            if not self._reserve_from([], sequence, sequence.num_tokens_left):
+                self._free(sequence)
+                return False
         if not sequence.metrics.num_preemptions:
             self.metrics.cached(sequence.metrics, len(sequence.token_ids), num_restored)
         return True
@@ -294,6 +300,7 @@ class Scheduler:
         _take_out(self._running, sequence)
         self._entries.pop(sequence, None)
         self._free(sequence)
+        self._num_freed += 1
         insort(self._waiting, sequence, key=_PLACE)
         self.metrics.preempted(sequence.metrics)
 

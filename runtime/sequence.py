@@ -49,6 +49,8 @@ class Sequence:
         """Among those of the scheduler: the lowest runs first."""
         self.error: DroppedError | None = None
         """Why this sequence was dropped."""
+        self.first_not_finite: str | None = None
+        """What of its steps was not finite first, in words, if they are watched."""
         self.draft_token_ids: list[int] = []
         """Tokens that may come next; a step verifies them all or some, and whatever it does not is forgotten."""
         self.draft_probs: list[Tensor] | None = None

@@ -21,8 +21,8 @@ def build_step_inputs(
     rows: for each its last token and the drafts behind it. With ``all_rows`` the logits are those of every token
     instead. A step that needs no logits asks for row 0, since a step always returns one.
     """
-    num_tokens = np.array([entry.num_tokens for entry in scheduled])
-    contexts = np.array([entry.start for entry in scheduled])
+    num_tokens = _int32([entry.num_tokens for entry in scheduled])
+    contexts = _int32([entry.start for entry in scheduled])
     starts = _starts(num_tokens)
     sampled = [index for index, entry in enumerate(scheduled) if entry.samples]
     logits_rows = np.arange(starts[-1]) if all_rows else _logits_rows(scheduled, sampled, starts)
@@ -42,23 +42,28 @@ def pack_step(
     ``contexts``: the tokens of each that its states have. ``token_ids``: of all sequences, one after another.
     """
     starts = _starts(num_tokens)
-    positions = np.arange(starts[-1]) + np.repeat(contexts - starts[:-1], num_tokens)
+    positions = np.empty((3, starts[-1]), dtype=np.int32)  # text: all three MRoPE axes agree
+    positions[:] = np.arange(starts[-1], dtype=np.int32) + (contexts - starts[:-1]).repeat(num_tokens)
     arrays = {
         "input_ids": token_ids,
-        "positions": np.tile(positions, (3, 1)),  # text: all three MRoPE axes agree
+        "positions": positions,
         "query_start_loc": starts,
         "seq_lens": contexts + num_tokens,
-        "slot_ids": np.array([memory.slot for memory in memories]),
-        "num_seqs": np.array([len(memories)]),
+        "slot_ids": _int32([memory.slot for memory in memories]),
+        "num_seqs": _int32([len(memories)]),
         "logits_indices": logits_rows,
         "block_table": _block_table([memory.block_row for memory in memories]),
     }
     return {name: torch.from_numpy(array.astype(np.int32, copy=False)) for name, array in arrays.items()}
 
 
+def _int32(values: list[int]) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
 def _starts(num_tokens: np.ndarray) -> np.ndarray:
     """Where the rows of each sequence begin, and where those of the last one end."""
-    starts = np.zeros(len(num_tokens) + 1, dtype=np.int64)
+    starts = np.zeros(len(num_tokens) + 1, dtype=np.int32)
     num_tokens.cumsum(out=starts[1:])
     return starts
 
@@ -82,11 +87,11 @@ def _token_ids(scheduled: SequenceOf[ScheduledSequence], starts: np.ndarray) -> 
 
 
 def _logits_rows(scheduled: SequenceOf[ScheduledSequence], sampled: SequenceOf[int], starts: np.ndarray) -> np.ndarray:
-    rows: list[int] = []
+    rows, ends = list[int](), starts.tolist()
     for index in sampled:
-        end = int(starts[index + 1])
+        end = ends[index + 1]
         rows += range(end - scheduled[index].num_logits_rows, end)
-    return np.array(rows or [0])
+    return _int32(rows or [0])
 
 
 def _block_table(rows: SequenceOf[np.ndarray]) -> np.ndarray:

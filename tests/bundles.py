@@ -62,11 +62,17 @@ def build(checkpoint: Path, output: Path, **options: Any) -> Path:
     return output
 
 
-def build_for_gpu(output: Path, activation_dtype: str, **limits: int) -> Path:
+@cache
+def disk_bundle(folder: Path) -> Path:
+    """A float32 bundle of `tiny_checkpoint` whose n-gram table stays on disk; one a session and ``folder``."""
+    return build(tiny_checkpoint(folder / "tiny-checkpoint"), folder / "tiny-disk", ple_residency="disk")
+
+
+def build_for_gpu(output: Path, activation_dtype: str, **more: Any) -> Path:
     """The demo with kernels for the GPU at hand. Its engine, which needs TensorRT and is not run, is a stand-in."""
     own = "sm{}{}".format(*torch.cuda.get_device_capability())
     options = {"kernel_target": (own,)} if activation_dtype == "float32" else {"target": own}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_module, "_load_trt", lambda options: torch if options.has_engine else None)
         patch.setattr(build_module, "build_engine", lambda *args: EngineBuild(b"engine", {"activation_bytes": {}}))
-        return build(DEMO_CHECKPOINT, output, activation_dtype=activation_dtype, **limits, **options)
+        return build(DEMO_CHECKPOINT, output, activation_dtype=activation_dtype, **more, **options)

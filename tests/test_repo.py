@@ -23,7 +23,13 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Which packages of ours each one may import, besides itself and the modules of the root."""
 
-ONLY_IN = {"torch.export": {"frontend"}, "onnx": {"builder"}, "onnx_graphsurgeon": {"builder"}, "transformers": set()}
+ONLY_IN = {
+    "torch.export": {"frontend"},
+    "onnx": {"builder"},
+    "onnx_graphsurgeon": {"builder"},
+    "transformers": set(),
+    **dict.fromkeys(("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"), {"runtime"}),
+}
 """Which packages may import a third party's."""
 
 ROOT_MODULES = {"errors", "__version__"}

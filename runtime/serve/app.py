@@ -23,8 +23,8 @@ from qwen4exp_trt.runtime.serve.completions import Completion
 from qwen4exp_trt.runtime.serve.live_response import (
     CLIENT_GONE,
     ClientGoneError,
-    EventStream,
     JSONText,
+    event_stream,
     until_disconnect,
 )
 from qwen4exp_trt.runtime.serve.prometheus import ServerMetrics
@@ -105,16 +105,9 @@ def _check_model(name: str | None, options: ServerOptions) -> None:
 
 
 async def _answer(request: Request, answer: Completion | ChatCompletion, is_stream: bool) -> Response:
-    """The answer, or its stream once there is something to send: until then an error has its own status."""
-    if not is_stream:
-        return JSONText(await until_disconnect(request.receive, answer.body()))
-    events = answer.events()
-    try:
-        first = await until_disconnect(request.receive, anext(events))
-    except BaseException:
-        await events.aclose()
-        raise
-    return EventStream(first, events)
+    if is_stream:
+        return await event_stream(request.receive, answer.events())
+    return JSONText(await until_disconnect(request.receive, answer.body()))
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -120,7 +120,7 @@ class ChatCompletion:
                 if piece.message.tool_calls and request.parallel_tool_calls is False:
                     # The answer ends with its first call. The last chunk, which tells of cached tokens, still comes.
                     del piece.message.tool_calls[1:]
-                    is_stopped, piece.finish_reason = True, None
+                    self._num_calls, is_stopped, piece.finish_reason = 1, True, None
                     llm.abort(f"{self._id}-0")
                 yield piece
         if is_stopped:

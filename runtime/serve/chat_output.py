@@ -17,9 +17,6 @@ class MessageDelta:
     content: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.tool_calls)
-
 
 class ChatOutputParser:
     """Reads an output piece by piece; the deltas joined are the message, however the output was cut.

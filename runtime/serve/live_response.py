@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse, Response
@@ -15,6 +14,10 @@ from qwen4exp_trt.errors import Q4eError
 from qwen4exp_trt.runtime.serve.api_errors import ApiError, error_from_engine
 
 T = TypeVar("T")
+Event = dict[str, Any]
+
+KEEP_ALIVE_S = 15.0
+"""After twice this time a silent stream sends a comment; proxies wait for a minute by default."""
 
 CLIENT_GONE = 499
 """The status of an answer that nobody waits for, as nginx has it; it is never sent."""
@@ -54,37 +57,73 @@ class JSONText(JSONResponse):
 class EventStream(Response):
     """Server-sent events in OpenAI's form: ``first`` and ``events`` as data, and ``[DONE]``.
 
-    An error after the first event ends the stream with an event that tells it. The client's leaving closes ``events``.
+    An error ends the stream with an event that tells it. While there is nothing to send, comments keep the connection
+    alive. The client's leaving closes ``events``.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: dict[str, Any], events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, first: asyncio.Future[Event], events: AsyncGenerator[Event, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._events = first, events
+        self._is_idle = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with aclosing(self._events):
-                await until_disconnect(receive, self._send(send))
+            await until_disconnect(receive, self._send(send))
         except ClientGoneError:
             pass
+        finally:
+            await _close(self._first, self._events)
 
     async def _send(self, send: Send) -> None:
-        async def send_data(data: str, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": more})
-
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        keep_alive = asyncio.create_task(self._keep_alive(send))
         try:
-            await send_data(_json(self._first))
+            await self._write(send, f"data: {_json(await self._first)}")
             async for event in self._events:
-                await send_data(_json(event))
+                await self._write(send, f"data: {_json(event)}")
+            end = "[DONE]"
         except (ApiError, Q4eError) as error:
-            told = error if isinstance(error, ApiError) else error_from_engine(error)
-            await send_data(_json(told.body), more=False)
-        else:
-            await send_data("[DONE]", more=False)
+            end = _json((error if isinstance(error, ApiError) else error_from_engine(error)).body)
+        finally:
+            keep_alive.cancel()
+        await self._write(send, f"data: {end}", more=False)
+
+    async def _write(self, send: Send, line: str, more: bool = True) -> None:
+        self._is_idle = False
+        await send({"type": "http.response.body", "body": f"{line}\n\n".encode(), "more_body": more})
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            self._is_idle = True
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._is_idle:
+                await self._write(send, ": keep-alive")
+
+
+async def event_stream(receive: Receive, events: AsyncGenerator[Event, None]) -> EventStream:
+    """The response of ``events``, of which there is one at least.
+
+    It waits a while for the first one, so that an error before it is raised here and has its own status.
+    """
+    first = asyncio.ensure_future(anext(events))
+    try:
+        await until_disconnect(receive, asyncio.wait((first,), timeout=KEEP_ALIVE_S))
+        if first.done():
+            first.result()
+    except BaseException:
+        await _close(first, events)
+        raise
+    return EventStream(first, events)
+
+
+async def _close(first: asyncio.Future[Event], events: AsyncGenerator[Event, None]) -> None:
+    """Give up what is left of ``events``, whose first one may still be on its way."""
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await events.aclose()
 
 
 def _json(content: Any) -> str:

@@ -21,7 +21,7 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs
-from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_shape
+from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape, captured_shape
 from qwen4exp_trt.runtime.sampler import SampleRequest, TokenHistory, sampling_operands
 
 pytestmark = pytest.mark.gpu
@@ -126,7 +126,7 @@ def test_a_captured_step_is_bitwise_the_same_step_run_op_by_op(on_gpu: LLM) -> N
             assert shape is not None
             layout = InputLayout(backend.program.inputs, shape)
             buffer = layout.padding()
-            layout.pack(inputs, buffer)
+            StagedInputs(layout, buffer).pack(inputs)
             captured = graphs.run(inputs) if is_captured else backend._execute(layout.views(buffer.cuda()))
             assert captured is not None
             results[-1].append(captured["logits"][: len(inputs["logits_indices"])].clone())

@@ -7,7 +7,7 @@ from torch import Tensor
 from qwen4exp_trt.frontend.export import input_specs
 from qwen4exp_trt.plugins.sample_batches import sample_batch
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_shape
+from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape, captured_shape
 from qwen4exp_trt.runtime.sampler import SAMPLING_INPUTS, SampleRequest, TokenHistory, sampling_operands
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.specs import TensorSpec
@@ -61,7 +61,7 @@ def test_packed_inputs_are_padded(query_lens: tuple[int, ...]) -> None:
     assert shape is not None
     layout = InputLayout(input_specs(), shape)
     buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
-    layout.pack(inputs, buffer)
+    StagedInputs(layout, buffer).pack(inputs)
     views = layout.views(buffer)
     padding = {"query_start_loc": sum(query_lens), "block_table": -1}
     for name, value in inputs.items():
@@ -75,7 +75,7 @@ def test_a_buffer_of_the_steps_own_shape_holds_it_as_it_is() -> None:
     inputs = step(3, 9)
     layout = InputLayout(input_specs(), StepShape.of(inputs))
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
-    layout.pack(inputs, buffer)
+    StagedInputs(layout, buffer).pack(inputs)
     assert all(torch.equal(view, inputs[name]) for name, view in layout.views(buffer).items())
 
 
@@ -91,7 +91,7 @@ def test_inputs_of_other_dtypes() -> None:
     requests = [SampleRequest(SamplingParams(temperature=0.5, top_k=7, seed=-3), TokenHistory([1]), -3)]
     layout = InputLayout((*input_specs(), *SAMPLING_INPUTS), StepShape(2, 2, 2, 8))
     buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
-    layout.pack({**step(1), **sampling_operands(requests)}, buffer)
+    StagedInputs(layout, buffer).pack({**step(1), **sampling_operands(requests)})
     views = layout.views(buffer)
     assert views["temperatures"].tolist() == [0.5, 0]
     assert views["top_k"].tolist() == [7, 0]
@@ -106,6 +106,22 @@ def test_inputs_of_16_bits_are_packed_with_the_others() -> None:
     assert shape is not None
     layout = InputLayout(specs, shape)
     buffer = torch.full((layout.num_bytes,), 123, dtype=torch.uint8)
-    layout.pack(inputs, buffer)
+    StagedInputs(layout, buffer).pack(inputs)
     rows = layout.views(buffer)["rows"]
     assert rows.shape == (8, 6) and torch.equal(rows[:4], inputs["rows"]) and not rows[4:].any()
+
+
+def test_a_buffer_is_packed_again_and_again() -> None:
+    """Smaller steps behind larger ones, and the other way round: nothing of an earlier one is left."""
+    layout = InputLayout(input_specs(), StepShape(4, 8, 8, 8))
+    reused = StagedInputs(layout, torch.full((layout.num_bytes,), 99, dtype=torch.uint8))
+    for query_lens in ((1, 1, 1, 1), (1, 1), (2, 1, 1), (2, 2, 2, 2), (1,), (1, 1, 1, 1)):
+        for width in (2, 1, 3):
+            inputs = step(*query_lens)
+            inputs["block_table"] = torch.arange(width * len(query_lens), dtype=torch.int32).view(-1, width)
+            fresh = StagedInputs(layout, torch.full((layout.num_bytes,), 99, dtype=torch.uint8))
+            for staged in (reused, fresh):
+                staged.pack(inputs)
+            views = layout.views(reused.buffer)
+            for name, value in layout.views(fresh.buffer).items():
+                assert torch.equal(views[name], value), name

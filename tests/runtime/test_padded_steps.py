@@ -11,14 +11,14 @@ from torch import Tensor
 
 from qwen4exp_trt.runtime import LLM
 from qwen4exp_trt.runtime.backend import EagerBackend
-from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape, captured_shape
+from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape, captured_shape
 
 
 def padded(backend: EagerBackend, inputs: Mapping[str, Tensor], shape: StepShape) -> dict[str, Tensor]:
     """``inputs`` as a graph of ``shape`` gets them."""
     layout = InputLayout(backend.program.inputs, shape)
     buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
-    layout.pack(inputs, buffer)
+    StagedInputs(layout, buffer).pack(inputs)
     return layout.views(buffer)
 
 

@@ -149,11 +149,11 @@ def test_an_interrupt_ends_the_stream_and_frees_its_memory(llm: LLM, monkeypatch
     stream = llm.stream(PROMPTS[0], LONG)
     next(stream)
 
-    def interrupt(inputs: Any) -> Any:
+    def interrupt(*step: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(llm.core.backend, "run", interrupt)
+        patch.setattr(llm.core.backend, "sample_step", interrupt)
         next(stream)
     assert_idle(llm)
 

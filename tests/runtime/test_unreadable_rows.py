@@ -26,9 +26,7 @@ PROMPTS = [[10 + index, 200 - index] * (5 + index) for index in range(3)]
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.getbasetemp()
-    checkpoint = bundles.tiny_checkpoint(base / "tiny-checkpoint")
-    return bundles.build(checkpoint, base / "tiny-disk", ple_residency=PleResidency.DISK)
+    return bundles.disk_bundle(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

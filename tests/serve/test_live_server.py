@@ -61,11 +61,11 @@ def client(server: LiveServer) -> openai.OpenAI:
 
 
 @pytest.fixture
-def says(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> Callable[[str], None]:
-    """Puts a text in the place of what the model would say; it ends its turn then."""
+def says(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> Callable[..., None]:
+    """Puts a text in the place of what the model would say, token by token or at once; it ends its turn then."""
     llm, aborted = server.llm, set[str]()
 
-    def say(text: str) -> None:
+    def say(text: str, at_once: bool = False) -> None:
         assert llm.tokenizer is not None
         script = [*llm.tokenizer.encode(text), llm.manifest.stop_token_ids[0]]
 
@@ -73,7 +73,8 @@ def says(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> Callable[[str],
             prompt: Any, params: Any, request_id: str, priority: int
         ) -> AsyncGenerator[StreamChunk, None]:
             sequence = llm._llm.make_sequence(prompt, params, request_id, priority)
-            for num_sent, token_id in enumerate(script):
+            num_sent = 0
+            for token_id in script:
                 await asyncio.sleep(0)
                 if request_id in aborted:
                     yield sequence.aborted_chunk(num_sent)
@@ -81,7 +82,9 @@ def says(monkeypatch: pytest.MonkeyPatch, server: LiveServer) -> Callable[[str],
                 sequence.append(
                     SampledToken(token_id, -0.5, 1, None if params.logprobs is None else {token_id: -0.5, 7: -2})
                 )
-                yield sequence.chunk_since(num_sent)
+                if not at_once or sequence.finish_reason is not None:
+                    yield sequence.chunk_since(num_sent)
+                    num_sent = sequence.num_output_tokens
                 if sequence.finish_reason is not None:
                     return
 
@@ -229,7 +232,7 @@ def streamed_message(chunks: Any) -> dict[str, Any]:
     return message
 
 
-def test_reasoning_and_tool_calls(client: openai.OpenAI, says: Callable[[str], None], llm: LLM) -> None:
+def test_reasoning_and_tool_calls(client: openai.OpenAI, says: Callable[..., None], llm: LLM) -> None:
     says(f"\nI need the weather.\n</think>\n\nOne moment.\n\n{CALL}\n{CALL.replace('Oslo', 'Rome')}")
     arguments: dict[str, Any] = {"model": MODEL, "messages": USER, "tools": [WEATHER], "temperature": 0}
     result = client.chat.completions.create(**arguments)
@@ -258,13 +261,21 @@ def test_reasoning_and_tool_calls(client: openai.OpenAI, says: Callable[[str], N
     assert one.usage is not None and one.usage.completion_tokens < result.usage.completion_tokens
     assert one.usage.prompt_tokens == result.usage.prompt_tokens
 
+    # All of it may come in one chunk, if the client or the event loop was slow.
+    says(f"I look.\n</think>\n\n{CALL}\n{CALL}", at_once=True)
+    for choice, count in ((False, 1), (True, 2)):
+        chunks = client.chat.completions.create(**arguments, parallel_tool_calls=choice, stream=True)
+        streamed = streamed_message(chunks)
+        assert [call.index for call in streamed["tool_calls"]] == list(range(count))
+        assert (streamed["reasoning_content"], streamed["finish_reason"]) == ("I look.", "tool_calls")
+
     # The next turn: what the client sends back is a chat that the template takes.
     answered = [*USER, message.model_dump(exclude_none=True)]
     answered += [{"role": "tool", "tool_call_id": call.id, "content": "Rain."} for call in message.tool_calls]
     client.chat.completions.create(**{**arguments, "messages": answered})
 
 
-def test_without_tools_a_call_is_text(client: openai.OpenAI, says: Callable[[str], None]) -> None:
+def test_without_tools_a_call_is_text(client: openai.OpenAI, says: Callable[..., None]) -> None:
     says(CALL)
     for kwargs in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
         result = client.chat.completions.create(model=MODEL, messages=USER, **kwargs, **NO_THINKING)
@@ -272,7 +283,7 @@ def test_without_tools_a_call_is_text(client: openai.OpenAI, says: Callable[[str
         assert result.choices[0].message.tool_calls is None
 
 
-def test_chat_logprobs(client: openai.OpenAI, says: Callable[[str], None]) -> None:
+def test_chat_logprobs(client: openai.OpenAI, says: Callable[..., None]) -> None:
     says("</think>\n\nYés.")
     arguments: dict[str, Any] = {"model": MODEL, "messages": USER, "logprobs": True, "top_logprobs": 2}
     found = client.chat.completions.create(**arguments).choices[0].logprobs
@@ -327,6 +338,18 @@ def test_fields_without_effect_are_taken(server: LiveServer) -> None:
     response = server.post("/v1/chat/completions", {"messages": USER, "max_tokens": 1} | fields | others)
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["finish_reason"] == "length"
+
+
+def test_usage_tells_what_the_prefix_cache_had(client: openai.OpenAI, llm: LLM) -> None:
+    prompt = "It was a long way, and the king said to his servants that they should go before him."
+    arguments: dict[str, Any] = {"model": MODEL, "prompt": prompt, "max_tokens": 3, "temperature": 0}
+    first, second = client.completions.create(**arguments), client.completions.create(**arguments)
+    assert first.choices[0].text == second.choices[0].text == greedy(llm, prompt, max_tokens=3).outputs[0].text
+    usages = [first.usage, second.usage]
+    details = [usage.prompt_tokens_details for usage in usages if usage is not None]
+    cached = [detail.cached_tokens for detail in details if detail is not None]
+    assert cached == [0, 16]
+    assert second.usage is not None and second.usage.prompt_tokens > 16
 
 
 def test_a_prompt_that_is_too_long_has_openai_s_code(client: openai.OpenAI) -> None:
@@ -412,7 +435,11 @@ def test_metrics_count_what_was_served(server: LiveServer, client: openai.OpenAI
     server.get("/nowhere/1")
     server.get("/nowhere/2")
     assert [now - then for now, then in zip(counts(), before, strict=True)] == [3, 2, 1, 1, 2]
-    assert server.get("/metrics").headers["content-type"].startswith("text/plain")
+    response = server.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    docs = set(re.findall(r"`(\w+)", (ROOT / "docs" / "serving.md").read_text()))
+    served = {name.removeprefix("qwen4exp_") for name in re.findall(r"^# HELP (\w+) ", response.text, re.MULTILINE)}
+    assert served - docs == set()
 
 
 def test_a_request_that_the_engine_drops_is_the_servers_fault(
