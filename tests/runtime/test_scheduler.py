@@ -484,3 +484,23 @@ def test_equal_priorities_start_in_the_order_of_arrival(
         simulation.step()
     simulation.run()
     assert simulation.started == arrivals
+
+
+def test_tokens_behind_a_step_are_known_ahead() -> None:
+    """Of running prompts about a step of them, and of the first in line once."""
+    states = SequenceStates(StatePool((), {}), LIMITS, 24)
+    scheduler = Scheduler(LIMITS, states, max_num_seqs=2)
+    long, short, waiting = make_sequence("long", 50, 4), make_sequence("short", 5, 4), make_sequence("waiting", 40, 4)
+    for sequence in (long, short, waiting):
+        scheduler.add(sequence)
+    scheduled = scheduler.schedule()
+    chunks = {entry.sequence: entry.num_tokens for entry in scheduled}
+    assert chunks[short] == 5 and 0 < chunks[long] < 50
+    upcoming = list(scheduler.upcoming(scheduled))
+    assert upcoming[0] == (long, chunks[long], min(50, chunks[long] + LIMITS.prefill_chunk))
+    assert [(sequence, start) for sequence, start, _ in upcoming[1:]] == [(waiting, 0)]
+    assert sum(stop - start for _, start, stop in upcoming) <= LIMITS.max_step_tokens
+    assert [sequence for sequence, *_ in scheduler.upcoming(scheduled)] == [long], "the first in line is there by now"
+    scheduler.finish(waiting)
+    scheduler.add(waiting)
+    assert waiting in [sequence for sequence, *_ in scheduler.upcoming(scheduled)]
