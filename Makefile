@@ -50,6 +50,8 @@ bench: setup
 	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json --precision nvfp4-w4a4
 	$(BIN)/python benchmarks/evaluate_demo.py
 	$(BIN)/python benchmarks/load_weights.py
+	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/ngram_disk.py
 
 bench-gpu: setup
 	$(BIN)/python benchmarks/run_kernels.py

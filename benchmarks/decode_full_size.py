@@ -34,6 +34,7 @@ from qwen4exp_trt.builder.plan import DEVICES, ActivationMemory, PlanRequest
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.decode_graphs import move_inputs
+from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
@@ -104,46 +105,43 @@ class Model(FullSizeModel):
     def __init__(self, config: ModelConfig, precision: str, folder: Path) -> None:
         super().__init__(config, precision, folder, LIMITS, NUM_BLOCKS)
 
-    def open_sequences(self, batch: int, context: int, new_tokens: int) -> list[RequestSequence]:
-        """``batch`` sequences that have ``context`` tokens in their states and ``new_tokens`` to run."""
+    def open_sequences(self, core: EngineCore, batch: int, context: int, new_tokens: int) -> list[RequestSequence]:
+        """``batch`` sequences of ``context`` tokens, for which the states are filled, and ``new_tokens`` to run."""
         fill_states(self.backend.states, self.program, context, self.config.vocab_size)
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         generator = torch.Generator().manual_seed(0)
-        sequences = []
-        for _ in range(batch):
-            ids = self.random_prompt(context + new_tokens, generator)
-            sequence = self.core.make_sequence(None, ids, replace(params, max_tokens=STEPS + 1))
-            sequence.num_computed = context
-            sequences.append(sequence)
-        return sequences
+        prompts = [self.random_prompt(context + new_tokens, generator) for _ in range(batch)]
+        return [core.make_sequence(None, ids, replace(params, max_tokens=STEPS + 1)) for ids in prompts]
 
     def decode(self, batch: int, context: int) -> tuple[list[float], dict[str, Tensor]]:
         """Seconds of the steps of the serving loop, and the inputs of the last one."""
-        sequences = self.open_sequences(batch, context, new_tokens=1)
+        core = self.core_within(LIMITS, context)
+        sequences = self.open_sequences(core, batch, context, new_tokens=1)
         for sequence in sequences:
-            self.core.add(sequence)
+            core.add(sequence)
         seconds = []
         for _ in range(STEPS):
             start = time.perf_counter()
-            self.core.step()
+            core.step()
             seconds.append(time.perf_counter() - start)
         inputs, _ = build_step_inputs([ScheduledSequence(sequence, 1) for sequence in sequences])
         for sequence in sequences:
             assert sequence.error is None, sequence.error
-            self.core.abort(sequence)
+            core.abort(sequence)
         return seconds[WARM_UP:], inputs
 
     def verify_drafts(self, context: int, rows: int) -> tuple[list[float], dict[str, Tensor]]:
         """The same of steps that run ``rows`` tokens of one sequence and take the best token of each row."""
-        (sequence,) = self.open_sequences(1, context, rows * STEPS)
+        (sequence,) = self.open_sequences(self.core, 1, context, rows * STEPS)
         assert self.core.scheduler.acquire_memory(sequence)
+        self.core.states.commit(sequence, context)
         seconds, inputs = [], {}
         for _ in range(STEPS):
             start = time.perf_counter()
             inputs, _ = build_step_inputs([ScheduledSequence(sequence, rows)], all_rows=True)
             self.backend.run(inputs).argmax(-1).tolist()
             seconds.append(time.perf_counter() - start)
-            sequence.num_computed += rows
+            self.core.states.commit(sequence, rows)
         self.core.scheduler.finish(sequence)
         return seconds[WARM_UP:], inputs
 

@@ -36,13 +36,11 @@ from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.mtp_proposer import MtpProposer
 from qwen4exp_trt.runtime.engine_core import EngineCore
-from qwen4exp_trt.runtime.hooks import Match, NoPrefixCache
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence
-from qwen4exp_trt.runtime.sequence_states import SequenceStates
 from qwen4exp_trt.runtime.state_pool import allocate_states
 
 SCENARIOS = ((1, 2048), (1, 32768), (4, 2048), (4, 32768))
@@ -72,21 +70,6 @@ class Measurement:
     """An estimate: at the reported acceptance, and the most that the bytes allow."""
 
 
-class FilledCache(NoPrefixCache):
-    """Has the states of everybody's first ``context`` tokens: whatever is in the pages."""
-
-    def __init__(self, states: SequenceStates, context: int) -> None:
-        self._states, self._context = states, context
-
-    def match(self, sequence: Sequence) -> Match:
-        return Match(self._context, 0)
-
-    def restore(self, sequence: Sequence) -> int:
-        assert self._states.reserve(sequence, self._context)
-        self._states.commit(sequence, self._context)
-        return self._context
-
-
 class RandomDrafts:
     """Proposes tokens that are all but never right."""
 
@@ -107,7 +90,7 @@ class Model(FullSizeModel):
     def __init__(self, config: ModelConfig, precision: str, folder: Path, head_folder: Path) -> None:
         super().__init__(config, precision, folder, LIMITS, NUM_BLOCKS)
         program, device = load_program(head_folder), self.backend.device
-        weights = random_weights(program, device) | self.backend.weights
+        weights = {**random_weights(program, device), **self.backend.weights}
         own = {spec.name: weights[spec.name] for spec in program.weights}
         states = allocate_states(program.states, NUM_BLOCKS, LIMITS.num_slots, device)
         self.head = EagerBackend(program, states, own, LIMITS, device)
@@ -121,16 +104,7 @@ class Model(FullSizeModel):
         elif kind == "mtp":
             vocab_size = self.config.vocab_size
             drafting = Drafting(config, MtpProposer(self.head, NUM_DRAFTS, LIMITS.block_size, vocab_size, None))
-        return EngineCore(
-            self.backend,
-            LIMITS,
-            NUM_BLOCKS,
-            self.config.vocab_size,
-            (),
-            None,
-            prefix_cache=lambda states: FilledCache(states, context),
-            drafting=drafting,
-        )
+        return self.core_within(LIMITS, context, drafting)
 
     def step_seconds(self, kind: str, batch: int, context: int) -> float:
         """The median of steps of the serving loop."""
@@ -192,17 +166,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Steps with drafts of the full-size model, with random weights.")
     parser.add_argument("config", type=Path)
     parser.add_argument("--precision", choices=PRECISIONS, default="nvfp4")
+    parser.add_argument("--programs", type=Path, help="folder to make the programs in, or to find them in")
+    parser.add_argument("--only-programs", action="store_true", help="make them and stop")
     args = parser.parse_args()
-    config, bandwidth = ModelConfig.from_file(args.config), measure_bandwidth()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = args.programs or Path(temporary)
+        if not (root / args.precision).exists():
+            root.mkdir(exist_ok=True)
+            make_programs(args.config, [args.precision], LIMITS, root)
+        if not args.only_programs:
+            measure_all(ModelConfig.from_file(args.config), args.precision, root / args.precision)
+
+
+def measure_all(config: ModelConfig, precision: str, folder: Path) -> None:
+    """Measure the scenarios with the programs in ``folder``."""
+    bandwidth = measure_bandwidth()
     print(f"{torch.cuda.get_device_name()}: {bandwidth}", flush=True)
-    with tempfile.TemporaryDirectory() as root:
-        folder = make_programs(args.config, [args.precision], LIMITS, Path(root))[args.precision]
-        model = Model(config, args.precision, folder, folder / "draft_head")
-        for batch, context in SCENARIOS:
-            for kind in ("plain", "verify", "mtp"):
-                measured = model.measure(kind, batch, context, bandwidth)
-                print(measured, flush=True)
-                append_result("drafts_full_size", {**asdict(measured), **asdict(bandwidth)})
+    model = Model(config, precision, folder, folder / "draft_head")
+    for batch, context in SCENARIOS:
+        for kind in ("plain", "verify", "mtp"):
+            measured = model.measure(kind, batch, context, bandwidth)
+            print(measured, flush=True)
+            append_result("drafts_full_size", {**asdict(measured), **asdict(bandwidth)})
     print(f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB of the GPU were in use")
 
 

@@ -16,9 +16,13 @@ from torch import Tensor
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.plugins.compile import architecture
 from qwen4exp_trt.runtime.backend import EagerBackend
+from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
+from qwen4exp_trt.runtime.hooks import Match, NoPrefixCache
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
+from qwen4exp_trt.runtime.sequence_states import SequenceStates
 from qwen4exp_trt.runtime.state_pool import allocate_states
 
 PRECISIONS = ("nvfp4", "checkpoint")
@@ -41,6 +45,21 @@ def make_programs(config_file: Path, precisions: Sequence[str], limits: EngineLi
     return folders
 
 
+class FilledCache(NoPrefixCache):
+    """Has the states of everybody's first ``context`` tokens: whatever is in the pages."""
+
+    def __init__(self, states: SequenceStates, context: int) -> None:
+        self._states, self._context = states, context
+
+    def match(self, sequence: RequestSequence) -> Match:
+        return Match(self._context, 0)
+
+    def restore(self, sequence: RequestSequence) -> int:
+        assert self._states.reserve(sequence, self._context), "too few pages"
+        self._states.commit(sequence, self._context)
+        return self._context
+
+
 class FullSizeModel:
     """States for ``num_blocks`` pages, and random weights. ``core`` serves requests within ``limits``."""
 
@@ -59,9 +78,18 @@ class FullSizeModel:
         seconds = time.perf_counter() - start
         print(f"{precision}: {num_bytes / 2**30:.1f} GiB of weights, made in {seconds:.1f} s", flush=True)
 
-    def core_within(self, limits: EngineLimits) -> EngineCore:
-        """Serves this model with other limits."""
-        return EngineCore(self.backend, limits, self.num_blocks, self.config.vocab_size, (), None)
+    def core_within(self, limits: EngineLimits, context: int = 0, drafting: Drafting | None = None) -> EngineCore:
+        """Serves this model with other limits, and from ``context`` tokens on whose states are whatever is there."""
+        return EngineCore(
+            self.backend,
+            limits,
+            self.num_blocks,
+            self.config.vocab_size,
+            (),
+            None,
+            prefix_cache=(lambda states: FilledCache(states, context)) if context else None,
+            drafting=drafting,
+        )
 
     def random_prompt(self, num_tokens: int, generator: torch.Generator) -> Tensor:
         return torch.randint(self.config.vocab_size, (num_tokens,), generator=generator)

@@ -118,8 +118,8 @@ class Model(FullSizeModel):
         fill_states(self.backend.states, self.program, context, self.config.vocab_size)
         ids = self.random_prompt(context + chunk, self.generator)
         sequence = self.core.make_sequence(None, ids, SamplingParams(temperature=0, max_tokens=1))
-        sequence.num_computed = context
         assert self.core.scheduler.acquire_memory(sequence)
+        self.core.states.commit(sequence, context)
         inputs, _ = build_step_inputs([ScheduledSequence(sequence, chunk)])
         self.core.scheduler.finish(sequence)
         return profile_kernels(lambda: self.backend.run(inputs), rounds=1)

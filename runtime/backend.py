@@ -41,7 +41,15 @@ from qwen4exp_trt.runtime.sampler import (
 )
 from qwen4exp_trt.runtime.specs import NgramRowsSpec, PleResidency
 from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
-from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, real_rows, stack_of, step_result
+from qwen4exp_trt.runtime.step_result import (
+    DrawnStep,
+    SampledStep,
+    StepResult,
+    drawn_step,
+    real_rows,
+    stack_of,
+    step_result,
+)
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
 from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
@@ -69,8 +77,11 @@ class Backend(Protocol):
         """
         ...
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
-        """Say which tokens come after the next step, so that what they need from a disk is read while that runs."""
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
+        """Say which tokens come after the next step, so that what they need from a disk is read while that runs.
+
+        ``at_once``: they come in the next step, but something else runs before it.
+        """
         ...
 
 
@@ -124,8 +135,8 @@ class EagerBackend:
         """Run one step and update the states."""
         return self._run(self.rows.complete(inputs))
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
-        self.rows.prefetch(windows)
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
+        self.rows.prefetch(windows, at_once)
 
     def _run(self, inputs: Mapping[str, Tensor]) -> StepResult:
         outputs = self.program.outputs
@@ -161,6 +172,21 @@ class EagerBackend:
                     return SampledStep(self._report(results, requests, vocab_limit), stack)
         result = self._run(inputs)
         return SampledStep(sample(result.logits[: len(requests)], requests, vocab_limit), result.stack)
+
+    def draw_step(
+        self, inputs: Mapping[str, Tensor], operands: Mapping[str, Tensor], vocab_limit: int | None
+    ) -> DrawnStep:
+        """Run one step, update the states, and draw from each row of the logits by ``operands`` (`SAMPLING_INPUTS`, on
+        the CPU). Nothing waits for the GPU."""
+        inputs = self.rows.complete(inputs)
+        if self._graphs is not None:
+            with torch.cuda.device(self.device), _steps_that_fit(self.device):
+                results = self._graphs_that_sample(vocab_limit).run({**inputs, **operands})
+                if results is not None:
+                    rows = real_rows(self.program.outputs, results, inputs, is_reused=False)
+                    drawn = results["drawn"][:, : len(rows["logits"])]
+                    return DrawnStep(drawn, rows["logits"], stack_of(rows))
+        return drawn_step(self._run(inputs), operands, vocab_limit)
 
     def _graphs_that_sample(self, vocab_limit: int | None) -> DecodeGraphs:
         def execute(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -217,6 +243,10 @@ def load_eager_backend(
     logger.info("loading %d weights from %s", len(weight_specs), ", ".join(str(file.path) for file in files))
     with TensorReader(*files) as reader:
         weights = load_weights(weight_specs, reader, device, options.progress, manifest.host_weights)
+
+    def parts(program: Program) -> tuple[Program, Mapping[str, Tensor], Mapping[str, Tensor]]:
+        return program, states, {spec.name: weights[spec.name] for spec in program.weights}
+
     model, *drafts = programs
     rows: NgramTable = ResidentTable(PleResidency(manifest.ple_residency))
     if any(isinstance(spec, NgramRowsSpec) for spec in model.inputs):
@@ -227,8 +257,8 @@ def load_eager_backend(
     draft = None
     if drafts:
         token_ids = load_token_ids(folder, manifest)
-        draft = EagerBackend(drafts[0], states, weights, limits, device, token_ids=token_ids)
-    backend = EagerBackend(model, states, weights, limits, device, rows, plan, draft)
+        draft = EagerBackend(*parts(drafts[0]), limits, device, token_ids=token_ids)
+    backend = EagerBackend(*parts(model), limits, device, rows, plan, draft)
     if options.debug_nan:
         backend.watch_nan()
     return backend

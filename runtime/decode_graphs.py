@@ -33,11 +33,14 @@ class _Staging:
     def copy(self, inputs: Mapping[str, Tensor], target: Tensor) -> None:
         """Pack ``inputs`` into ``target`` on a GPU: what is on the CPU by one copy that nobody waits for."""
         self._copied.synchronize()
-        self._staged.pack(inputs)
-        num_bytes = self._layout.packed_bytes(inputs)
-        target[:num_bytes].copy_(self._staged.buffer[:num_bytes], non_blocking=True)
+        num_bytes, elsewhere = self._staged.pack(inputs)
+        if elsewhere:
+            target[:num_bytes].copy_(self._staged.buffer[:num_bytes], non_blocking=True)
+        else:
+            target.copy_(self._staged.buffer, non_blocking=True)
         self._copied.record()
-        self._layout.copy_on_device(inputs, target)
+        for name in elsewhere:
+            self._layout.copy_on_device(name, inputs[name], target)
 
 
 @dataclass(frozen=True)

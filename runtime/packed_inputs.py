@@ -20,7 +20,6 @@ from qwen4exp_trt.runtime.weights import dtype_from_name
 _ALIGNMENT = 256
 """Of an input in the buffer, in bytes."""
 _BITS = {2: np.int16, 4: np.int32, 8: np.int64}
-_TORCH_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What is copied in place of floats, by the bytes of an element."""
 _ROWS_LADDER = (1, 2, 4, DRAFT_ROWS)
 """Rows a sequence of the steps that are captured."""
@@ -89,15 +88,9 @@ class InputLayout:
         place = self.places[name]
         return buffer[place.bytes].view(place.dtype).view(place.extents)
 
-    def packed_bytes(self, inputs: Mapping[str, Tensor]) -> int:
-        """How much of the buffer `StagedInputs.pack` needs: up to the last of the ``inputs`` that are on the CPU."""
-        return max(place.bytes.stop for name, place in self.places.items() if inputs[name].is_cpu)
-
-    def copy_on_device(self, inputs: Mapping[str, Tensor], buffer: Tensor) -> None:
-        """Copy those of ``inputs`` that are on the GPU into ``buffer`` there. Rows of padding stay what they are."""
-        for name, value in inputs.items():
-            if not value.is_cpu and name in self.places:
-                self._view(name, buffer)[tuple(slice(extent) for extent in value.shape)].copy_(value)
+    def copy_on_device(self, name: str, value: Tensor, buffer: Tensor) -> None:
+        """Copy an input that is on the GPU into ``buffer`` there. Rows of padding stay what they are."""
+        self._view(name, buffer)[tuple(slice(extent) for extent in value.shape)].copy_(value)
 
     def padding(self) -> Tensor:
         """A buffer (on the CPU) of a step that is padding only: it changes no state."""
@@ -107,38 +100,48 @@ class InputLayout:
 
 
 class StagedInputs:
-    """The inputs of one step after another in a buffer on the CPU, ``layout.packed_bytes`` of them at least.
+    """The inputs of one step after another in a buffer on the CPU.
 
-    What a step costs the host is the number of inputs, so views and padding of the last step are kept.
+    The time of the host that a step takes is the number of inputs, so views and padding of the last step are kept.
     """
 
     def __init__(self, layout: InputLayout, buffer: Tensor) -> None:
         self.buffer, elements = buffer, buffer.numpy()
-        self._targets = {
-            name: elements[place.bytes].view(_BITS[place.dtype.itemsize]).reshape(place.extents)
+        self._targets = [
+            (name, elements[place.bytes].view(_BITS[place.dtype.itemsize]).reshape(place.extents), place.bytes.stop)
             for name, place in layout.places.items()
-            if place.bytes.stop <= len(elements)
-        }
+        ]
         self._filled: dict[str, tuple[int, ...]] = {}
         """The extents of the last step's inputs; behind them is padding."""
 
-    def pack(self, inputs: Mapping[str, Tensor]) -> None:
+    def pack(self, inputs: Mapping[str, Tensor]) -> tuple[int, list[str]]:
         """Write those of ``inputs`` that are on the CPU, behind them what pads a step to the layout's shape.
 
-        Padding sequences have no rows, no tokens and no pages; ``num_seqs`` of the inputs does not count them.
+        Padding sequences have no rows, no tokens and no pages; ``num_seqs`` of the inputs does not count them. Returns
+        where in the buffer the last of them ends, and which inputs are on a GPU instead.
         """
-        for name, target in self._targets.items():
+        end, elsewhere = 0, list[str]()
+        for name, target, stop in self._targets:
             value = inputs[name]
-            # NumPy has no BF16. An input that is on the GPU is copied there, and padded from here.
-            bits = target[:0] if not value.is_cpu else value.view(_TORCH_BITS[value.itemsize]).numpy()
+            if not value.is_cpu:
+                if self._filled.get(name) != ():
+                    target[...], self._filled[name] = 0, ()
+                elsewhere.append(name)
+                continue
+            end = stop
+            # NumPy has no BF16.
+            bits = (value.view(torch.int16) if value.dtype is torch.bfloat16 else value).numpy()
             shape, filled = bits.shape, self._filled.get(name)
+            if bits.dtype != target.dtype:
+                bits = bits.view(target.dtype)
             if shape == target.shape:
                 target[...] = bits
             else:
-                if filled is None or name == "query_start_loc" or any(map(lt, shape, filled)):
+                if filled is None or name == "query_start_loc" or not filled or any(map(lt, shape, filled)):
                     target[...] = _padding(name, bits)
                 target[tuple(map(slice, shape))] = bits
             self._filled[name] = shape
+        return end, elsewhere
 
 
 @dataclass(frozen=True)

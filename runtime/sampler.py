@@ -18,6 +18,7 @@ from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.runtime.drafts.rejection import DraftedToken, filtered_probs, logits_given_drafts
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.specs import TensorSpec
+from qwen4exp_trt.runtime.weights import dtype_from_name
 
 SAMPLING_INPUTS = tuple(
     TensorSpec(name, ("L",), dtype)
@@ -186,6 +187,11 @@ def sampling_operands(requests: Sequence[SampleRequest]) -> dict[str, Tensor]:
     return {spec.name: torch.from_numpy(arrays[spec.name]) for spec in SAMPLING_INPUTS}
 
 
+def greedy_operands(num_rows: int) -> dict[str, Tensor]:
+    """The `SAMPLING_INPUTS` of rows whose best tokens are wanted, on the CPU."""
+    return {spec.name: torch.zeros(num_rows, dtype=dtype_from_name(spec.dtype)) for spec in SAMPLING_INPUTS}
+
+
 def draw(logits: Tensor, raw_logits: Tensor, operands: Mapping[str, Tensor], vocab_limit: int | None) -> Tensor:
     """What ``q4e::sample_tokens`` gives for each row, as int32 ``[3, N]``: token id, bits of the logprob, rank.
 
@@ -201,7 +207,8 @@ def report(
     drawn: Tensor, logits: Tensor, requests: Sequence[SampleRequest], vocab_limit: int | None
 ) -> list[SampledToken | None]:
     """The tokens of the first rows of ``drawn`` (`draw`, on the CPU); ``logits`` are the raw ones of any dtype."""
-    ids, logprobs, ranks = drawn[0].tolist(), drawn[1].view(torch.float32).tolist(), drawn[2].tolist()
+    values = drawn.numpy()
+    ids, logprobs, ranks = values[0].tolist(), values[1].view(np.float32).tolist(), values[2].tolist()
     sampled: list[SampledToken | None] = []
     for row, request in enumerate(requests):
         top, count = None, request.params.logprobs

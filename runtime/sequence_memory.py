@@ -22,19 +22,18 @@ class Memory:
         self._row = np.full(_FIRST_CAPACITY, -1, dtype=np.int32)
         self.append(blocks)
 
-    @property
-    def block_row(self) -> np.ndarray:
-        """`blocks` as int32, which no step has to convert again: there may be thousands."""
-        return self._row[: len(self.blocks)]
+    def block_row(self, width: int) -> np.ndarray:
+        """`blocks` as int32 ``[width]``, -1 behind the last. No step has to convert them: there may be thousands."""
+        if width > len(self._row):
+            self._grow(width)
+        return self._row[:width]
 
     def append(self, blocks: Iterable[int]) -> None:
         """Add pages behind the last."""
         start = len(self.blocks)
         self.blocks.extend(blocks)
         if len(self.blocks) > len(self._row):
-            grown = np.full(max(len(self.blocks), 2 * len(self._row)), -1, dtype=np.int32)
-            grown[:start] = self._row[:start]
-            self._row = grown
+            self._grow(len(self.blocks))
         self._row[start : len(self.blocks)] = self.blocks[start:]
 
     def replace(self, index: int, block: int) -> None:
@@ -45,4 +44,10 @@ class Memory:
         """Take out all pages but the first ``count``."""
         taken = self.blocks[count:]
         del self.blocks[count:]
+        self._row[count:] = -1
         return taken
+
+    def _grow(self, width: int) -> None:
+        grown = np.full(max(width, 2 * len(self._row)), -1, dtype=np.int32)
+        grown[: len(self._row)] = self._row
+        self._row = grown

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,10 +14,25 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.number_formats import float_from_e4m3
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable
-from qwen4exp_trt.runtime.specs import StateSpec
+from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.specs import STACK
+from qwen4exp_trt.runtime.step_result import StepResult
 
-RunStep = Callable[[Mapping[str, Tensor]], Tensor]
-"""Inputs of a step (int32, on the CPU) -> float32 logits; states are updated in place."""
+
+class Runner(Protocol):
+    """A backend, as far as it is compared."""
+
+    @property
+    def program(self) -> Program: ...
+
+    @property
+    def states(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def draft(self) -> Runner | None: ...
+
+    def run_step(self, inputs: Mapping[str, Tensor]) -> StepResult: ...
+
 
 _DECODE_STEPS = 3
 _SHORT_PROMPT = 5
@@ -100,24 +116,33 @@ class Difference:
 
 
 def compare(
-    steps: Sequence[Step],
-    blocks_per_seq: int,
-    specs: Sequence[StateSpec],
-    expected: tuple[RunStep, Mapping[str, Tensor]],
-    got: tuple[RunStep, Mapping[str, Tensor]],
-    rows: NgramTable | None = None,
+    steps: Sequence[Step], blocks_per_seq: int, expected: Runner, got: Runner, rows: NgramTable | None = None
 ) -> Iterator[list[Difference]]:
-    """After each step the differences of every state, in the order of the layers, and then of the logits.
+    """After each step the differences of every state, in the order of the layers, and then of the results.
 
-    ``expected`` and ``got``: how to run a step, and the states that it updates. ``rows`` complete the inputs of both.
+    ``rows`` complete the inputs of both. Draft heads run the same rows behind the model, both on the stacks that
+    ``expected`` gives, so that a model that differs does not hide what the head does.
     """
     for step in steps:
-        inputs = step.inputs(blocks_per_seq)
-        inputs = (rows or ResidentTable()).complete(inputs)
-        logits = expected[0](inputs), got[0](inputs)
-        pairs = [(spec.name, expected[1][spec.name], got[1][spec.name]) for spec in specs]
-        pairs.append(("logits", *logits))
-        yield [Difference(step.name, name, relative_rms(a, b)) for name, a, b in pairs]
+        inputs = (rows or ResidentTable()).complete(step.inputs(blocks_per_seq))
+        differences, stack = _compare_step(step.name, inputs, expected, got)
+        if expected.draft is not None and got.draft is not None:
+            assert stack is not None
+            drafts, _ = _compare_step(step.name, {**inputs, STACK: stack}, expected.draft, got.draft, "draft head's ")
+            differences += drafts
+        yield differences
+
+
+def _compare_step(
+    name: str, inputs: Mapping[str, Tensor], expected: Runner, got: Runner, owner: str = ""
+) -> tuple[list[Difference], Tensor | None]:
+    """The differences, and the stack that ``expected`` gives."""
+    results = expected.run_step(inputs), got.run_step(inputs)
+    pairs = [(spec.name, expected.states[spec.name], got.states[spec.name]) for spec in expected.program.states]
+    pairs.append((f"{owner}logits", results[0].logits, results[1].logits))
+    if results[0].stack is not None and results[1].stack is not None:
+        pairs.append((f"{owner}stack", results[0].stack, results[1].stack))
+    return [Difference(name, tensor, relative_rms(a, b)) for tensor, a, b in pairs], results[0].stack
 
 
 def check_difference(differences: Sequence[Difference], tolerance: float) -> float:

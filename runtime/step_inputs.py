@@ -27,7 +27,7 @@ def build_step_inputs(
     sampled = [index for index, entry in enumerate(scheduled) if entry.samples]
     logits_rows = np.arange(starts[-1]) if all_rows else _logits_rows(scheduled, sampled, starts)
     memories = [_memory_of(entry) for entry in scheduled]
-    return pack_step(memories, contexts, num_tokens, _token_ids(scheduled, starts), logits_rows), sampled
+    return pack_step(memories, contexts, num_tokens, _token_ids(scheduled), logits_rows), sampled
 
 
 def pack_step(
@@ -52,7 +52,7 @@ def pack_step(
         "slot_ids": _int32([memory.slot for memory in memories]),
         "num_seqs": _int32([len(memories)]),
         "logits_indices": logits_rows,
-        "block_table": _block_table([memory.block_row for memory in memories]),
+        "block_table": _block_table(memories),
     }
     return {name: torch.from_numpy(array.astype(np.int32, copy=False)) for name, array in arrays.items()}
 
@@ -73,17 +73,13 @@ def _memory_of(entry: ScheduledSequence) -> Memory:
     return entry.sequence.memory
 
 
-def _token_ids(scheduled: SequenceOf[ScheduledSequence], starts: np.ndarray) -> np.ndarray:
-    token_ids = np.empty(starts[-1], dtype=np.int32)
-    for entry, row in zip(scheduled, starts.tolist(), strict=False):
+def _token_ids(scheduled: SequenceOf[ScheduledSequence]) -> np.ndarray:
+    token_ids: list[int] = []
+    for entry in scheduled:
         known = entry.num_tokens - entry.num_drafts
-        if known == 1:  # the most frequent: no slice of a list for it
-            token_ids[row] = entry.sequence.token_ids[entry.start]
-        else:
-            token_ids[row : row + known] = entry.sequence.token_ids[entry.start : entry.start + known]
-        if entry.num_drafts:
-            token_ids[row + known : row + entry.num_tokens] = entry.sequence.draft_token_ids[: entry.num_drafts]
-    return token_ids
+        token_ids += entry.sequence.token_ids[entry.start : entry.start + known]
+        token_ids += entry.sequence.draft_token_ids[: entry.num_drafts]
+    return _int32(token_ids)
 
 
 def _logits_rows(scheduled: SequenceOf[ScheduledSequence], sampled: SequenceOf[int], starts: np.ndarray) -> np.ndarray:
@@ -94,11 +90,7 @@ def _logits_rows(scheduled: SequenceOf[ScheduledSequence], sampled: SequenceOf[i
     return _int32(rows or [0])
 
 
-def _block_table(rows: SequenceOf[np.ndarray]) -> np.ndarray:
-    """Rows of pages, padded with -1."""
-    width = max(map(len, rows))
-    table = np.empty((len(rows), width), dtype=np.int32)
-    for target, row in zip(table, rows, strict=True):
-        target[: len(row)] = row
-        target[len(row) :] = -1
-    return table
+def _block_table(memories: SequenceOf[Memory]) -> np.ndarray:
+    """A row of pages for each, padded with -1."""
+    width = max(len(memory.blocks) for memory in memories)
+    return np.concatenate([memory.block_row(width) for memory in memories]).reshape(-1, width)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.runtime.sampler import SampledToken
+from qwen4exp_trt.runtime.sampler import SampledToken, draw
 from qwen4exp_trt.runtime.specs import NEXT_STACK, STACK, TensorSpec
 
 
@@ -28,6 +28,18 @@ class SampledStep:
     """The tokens of a step, sampled from its logits, one for each request; None where the logits are unusable."""
 
     tokens: list[SampledToken | None]
+    stack: Tensor | None
+    """As that of `StepResult`."""
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """A step whose tokens are on the device, as is all else. It stays what it is until the backend's next step."""
+
+    drawn: Tensor
+    """What `sampler.draw` gives: int32 ``[3, L]``."""
+    logits: Tensor
+    """``[L, V]``, in any dtype."""
     stack: Tensor | None
     """As that of `StepResult`."""
 
@@ -52,3 +64,10 @@ def stack_of(results: Mapping[str, Tensor]) -> Tensor | None:
 def step_result(results: Mapping[str, Tensor]) -> StepResult:
     """From a step's `real_rows`."""
     return StepResult(results["logits"].to(torch.float32), stack_of(results))
+
+
+def drawn_step(result: StepResult, operands: Mapping[str, Tensor], vocab_limit: int | None) -> DrawnStep:
+    """Draw from the logits of a step that has run."""
+    logits = result.logits
+    there = {name: value.to(logits.device, non_blocking=True) for name, value in operands.items()}
+    return DrawnStep(draw(logits, logits, there, vocab_limit), logits, result.stack)

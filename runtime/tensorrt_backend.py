@@ -22,7 +22,7 @@ from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWin
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.sampler import SampleRequest, sample
 from qwen4exp_trt.runtime.state_pool import StatePool
-from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, real_rows, step_result
+from qwen4exp_trt.runtime.step_result import DrawnStep, SampledStep, StepResult, drawn_step, real_rows, step_result
 from qwen4exp_trt.runtime.trt_log import make_log
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
@@ -108,8 +108,14 @@ class TensorRTBackend:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return result
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
-        self.rows.prefetch(windows)
+    def draw_step(
+        self, inputs: Mapping[str, Tensor], operands: Mapping[str, Tensor], vocab_limit: int | None
+    ) -> DrawnStep:
+        """As that of `EagerBackend`."""
+        return drawn_step(self.run_step(inputs), operands, vocab_limit)
+
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
+        self.rows.prefetch(windows, at_once)
 
     def _profile_for(self, inputs: Mapping[str, Tensor]) -> str:
         """The first profile whose ranges hold the shapes of ``inputs``."""

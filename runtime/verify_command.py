@@ -10,11 +10,11 @@ from types import ModuleType
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.backend import load_eager_backend
+from qwen4exp_trt.runtime.bundle_programs import load_programs
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.cuda_device import device_from_name
 from qwen4exp_trt.runtime.load_options import LoadOptions
-from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, Manifest
-from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import loading_line
 from qwen4exp_trt.runtime.side_by_side import check_difference, compare, make_steps
 from qwen4exp_trt.runtime.state_pool import allocate_states, state_bytes
@@ -55,22 +55,31 @@ def verify(args: argparse.Namespace, trt: ModuleType | None = None) -> None:
     longest = max(rows.context_len + len(rows.token_ids) for step in steps for rows in step.rows)
     blocks = -(-longest // limits.block_size)
     num_blocks = blocks * min(2, limits.max_batch_size)
-    program_states = load_program(args.bundle / PROGRAM_DIR).states
+    programs = load_programs(args.bundle, manifest, manifest.draft is not None)
+    specs = tuple(spec for program in programs for spec in program.states)
     options = LoadOptions(
         checkpoint=args.checkpoint,
         num_blocks=num_blocks,
-        other_uses={"states of the engine": state_bytes(program_states, num_blocks, limits.num_slots)},
+        with_draft_head=manifest.draft is not None,
+        other_uses={"states of the engine": state_bytes(specs, num_blocks, limits.num_slots)},
         progress=loading_line().show,
     )
     program = load_eager_backend(args.bundle, manifest, options, device, runs_engine=True)
-    states = allocate_states(program_states, num_blocks, limits.num_slots, device)
-    engine = TensorRTBackend(trt, args.bundle, manifest, program.program, states, program.weights, device)
-    ours, theirs = (program.run, program.states), (engine.run, engine.states)
-    results = compare(steps, blocks, program.program.states, ours, theirs, program.rows)
+    states, head, draft = allocate_states(specs, num_blocks, limits.num_slots, device), program.draft, None
+    if head is not None:
+        draft = TensorRTBackend(trt, args.bundle, manifest, head.program, states, head.weights, device, is_draft=True)
+    model = program.program, states, program.weights, device
+    engine = TensorRTBackend(trt, args.bundle, manifest, *model, draft=draft)
+    results = compare(steps, blocks, program, engine, program.rows)
     for step, differences in zip(steps, results, strict=True):
         worst = check_difference(differences, args.tolerance)
         print(f"{step.name:42} largest error {worst:.2e} of {len(differences)} tensors")
-    print(f"the engine agrees with the program within {args.tolerance:g} on {len(steps)} steps")
+    both = (
+        "the engine agrees with the program"
+        if draft is None
+        else "the engines of the model and its draft head agree with theirs"
+    )
+    print(f"{both} within {args.tolerance:g} on {len(steps)} steps")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -69,7 +69,7 @@ def disk_bundle(folder: Path) -> Path:
 
 
 def build_for_gpu(output: Path, activation_dtype: str, **more: Any) -> Path:
-    """The demo with kernels for the GPU at hand. Its engine, which needs TensorRT and is not run, is a stand-in."""
+    """The demo with kernels for the GPU at hand. Its engines, which need TensorRT and are not run, are stand-ins."""
     own = "sm{}{}".format(*torch.cuda.get_device_capability())
     options = {"kernel_target": (own,)} if activation_dtype == "float32" else {"target": own}
     with pytest.MonkeyPatch.context() as patch:

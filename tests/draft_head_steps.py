@@ -30,8 +30,13 @@ class Rows:
         return self.start + len(self.ids)
 
 
-def step_inputs(*rows: Rows, pages: int = 64, positions: Tensor | None = None) -> dict[str, Tensor]:
-    """A step of these rows; all give logits. ``pages`` of each sequence; ``positions`` ``[3, T]`` for MRoPE."""
+def step_inputs(
+    *rows: Rows, pages: int = 64, positions: Tensor | None = None, num_logits: int | None = None
+) -> dict[str, Tensor]:
+    """A step of these rows, of which all, or the last ``num_logits``, give logits.
+
+    ``pages`` of each sequence; ``positions`` ``[3, T]`` for MRoPE.
+    """
     in_text = torch.tensor([position for part in rows for position in range(part.start, part.end)]).repeat(3, 1)
     starts = [0, *accumulate(len(part.ids) for part in rows)]
     values: dict[str, Any] = {
@@ -42,7 +47,7 @@ def step_inputs(*rows: Rows, pages: int = 64, positions: Tensor | None = None) -
         "slot_ids": [part.slot for part in rows],
         "block_table": [list(range(part.slot * pages, (part.slot + 1) * pages)) for part in rows],
         "num_seqs": [len(rows)],
-        "logits_indices": list(range(starts[-1])),
+        "logits_indices": list(range(starts[-1]))[-(num_logits or starts[-1]) :],
     }
     inputs = {name: torch.as_tensor(value, dtype=torch.int32) for name, value in values.items()}
     stacks = [part.stack for part in rows if part.stack is not None]

@@ -20,13 +20,14 @@ from qwen4exp_trt.builder.interpret import OnnxProgram
 from qwen4exp_trt.builder.onnx_graph import TORCH_DTYPES
 from qwen4exp_trt.plugins.spec import element_shape
 from qwen4exp_trt.plugins.tensorrt import torch_dtypes
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, ONNX_FILE, Manifest
+from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, ONNX_FILE, Manifest
 
 DEVICE_MEMORY = 4096
 
 
 class SimulatedTensorRT(ModuleType):
-    """``real`` with a runtime for the engine of ``bundle`` alone. ``calls`` counts the steps of each profile."""
+    """``real`` with a runtime for the engines of ``bundle`` alone. ``calls`` counts the steps of each profile, those of
+    the draft head's engine under ``mtp/`` and its name."""
 
     def __init__(self, real: ModuleType, bundle: Path) -> None:
         super().__init__(real.__name__)
@@ -34,6 +35,11 @@ class SimulatedTensorRT(ModuleType):
         self.calls = dict.fromkeys(self.manifest.profiles, 0)
         self.engine_bytes = (bundle / ENGINE_FILE).read_bytes()
         self.program = OnnxProgram(onnx.load(bundle / ONNX_FILE))
+        self.draft: tuple[bytes, OnnxProgram] | None = None
+        if self.manifest.draft is not None:
+            part = bundle / DRAFT_DIR
+            self.draft = (part / ENGINE_FILE).read_bytes(), OnnxProgram(onnx.load(part / ONNX_FILE))
+            self.calls |= {f"{DRAFT_DIR}/{name}": 0 for name in self.manifest.draft.profiles}
         self.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
 
     def __getattr__(self, name: str) -> Any:
@@ -55,20 +61,25 @@ class SimulatedTensorRT(ModuleType):
         return SimpleNamespace(deserialize_cuda_engine=lambda data: self._deserialize(data, log))
 
     def _deserialize(self, data: bytes, log: Any) -> Any:
+        if self.draft is not None and self.manifest.draft is not None and data == self.draft[0]:
+            return _Engine(self, self.draft[1], self.manifest.draft.profiles, f"{DRAFT_DIR}/")
         if data != self.engine_bytes:
             log.log(self.real.ILogger.ERROR, "not the serialized engine")
             return None
-        return _Engine(self)
+        return _Engine(self, self.program, self.manifest.profiles)
 
 
 class _Engine:
-    def __init__(self, trt: SimulatedTensorRT) -> None:
-        self.trt, graph = trt, trt.program.graph
+    def __init__(
+        self, trt: SimulatedTensorRT, program: OnnxProgram, profiles: dict[str, Any], prefix: str = ""
+    ) -> None:
+        self.trt, self.program, graph = trt, program, program.graph
+        self.profile_names = [f"{prefix}{name}" for name in profiles]
         self.inputs = {value.name: value for value in graph.input}
         self.outputs = {value.name: value for value in graph.output}
         self.tensors = {**self.inputs, **self.outputs}
         self.num_io_tensors = len(self.tensors)
-        self.profiles = list(trt.manifest.profiles.values())
+        self.profiles = list(profiles.values())
 
     def get_tensor_name(self, index: int) -> str:
         return list(self.tensors)[index]
@@ -129,13 +140,13 @@ class _Context:
         if unbound or dynamic - self.shapes.keys() or not self.has_memory or self.profile is None:
             return False
         operands = {name: self._tensor(name, self.shapes.get(name)) for name in engine.inputs}
-        for name, result in engine.trt.program.run(operands).items():
+        for name, result in engine.program.run(operands).items():
             source = next((i for i, operand in operands.items() if operand is result), None)
             if source is None:
                 self._tensor(name, tuple(result.shape)).copy_(result)
             elif self.addresses[name] != self.addresses[source]:
                 return False  # an updated state that is not bound where the state is
-        engine.trt.calls[list(engine.trt.calls)[self.profile]] += 1
+        engine.trt.calls[engine.profile_names[self.profile]] += 1
         return True
 
     def _tensor(self, name: str, shape: tuple[int, ...] | None) -> Tensor:

@@ -19,4 +19,4 @@ def _case(tokens: int, hc_count: int, hidden: int, scale: float) -> Case:
     return Case(f"T{tokens}-HC{hc_count}-H{hidden}-scale{scale}", make)
 
 
-CASES = (_case(1, 4, 64, 1.0), _case(5, 2, 48, 30.0), _case(3, 4, 96, 1e-3))
+CASES = (_case(1, 4, 64, 1.0), _case(5, 2, 48, 30.0), _case(3, 4, 96, 1e-3), _case(2, 1, 10240, 1.0))

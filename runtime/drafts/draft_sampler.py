@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qwen4exp_trt.runtime.drafts.rejection import filtered_probs
 from qwen4exp_trt.runtime.sampler import NoiseStream, SampleRequest, apply_penalties, draw, sampling_operands
+from qwen4exp_trt.runtime.step_result import DrawnStep
 
 Drafts = tuple[list[int], list[Tensor] | None]
 """Of one request: token ids, and what each was sampled from (`Sequence.set_drafts`)."""
@@ -41,6 +42,14 @@ class DraftRound:
 
     def __init__(self, sampler: DraftSampler, requests: Sequence[SampleRequest]) -> None:
         self._sampler, self._requests = sampler, requests
+        self._drawn: list[Tensor] = []
+        """Of each draw int32 ``[n]``: token ids, -1 where the logits were unusable."""
+        self._probs: list[dict[int, Tensor]] = []
+        """Of each draw: what the tokens of sampled requests are from, float32 ``[vocab_size]``."""
+        self._sampled: list[int] = []
+        self._is_plain = all(request.params.is_greedy and request.is_plain for request in requests)
+        if self._is_plain:
+            return
         self._operands = sampling_operands(requests)
         self._sampled = [row for row, request in enumerate(requests) if not request.params.is_greedy]
         offsets = [request.offset(NoiseStream.DRAFT) for request in requests]
@@ -49,16 +58,21 @@ class DraftRound:
         for name, value in drawn_from_probs.items():
             self._draw_operands[name] = self._operands[name].clone()
             self._draw_operands[name][self._sampled] = value
-        self._drawn: list[Tensor] = []
-        """Of each draw int32 ``[n]``: token ids, -1 where the logits were unusable."""
-        self._probs: list[dict[int, Tensor]] = []
-        """Of each draw: what the tokens of sampled requests are from, float32 ``[vocab_size]``."""
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """The next draft of the first n requests, from float32 ``logits`` ``[n, V]`` on the device.
+    def draw(self, step: DrawnStep) -> Tensor:
+        """The next draft of the first n requests, from a step of the head that has drawn the best token of each row.
 
-        Int32 ``[n]`` there: ids that the head can go on with. Nothing waits for a GPU.
+        Int32 ``[n]`` on the device: ids that the head can go on with. Nothing waits for a GPU.
         """
+        columns = step.drawn[0] if self._is_plain else self._draw_again(step.logits.float())
+        token_ids = columns.clamp(min=0)
+        if self._sampler.token_ids is not None:
+            token_ids = self._sampler.token_ids[token_ids.long()].int()
+        self._drawn.append(torch.where(columns < 0, columns, token_ids))
+        return token_ids
+
+    def _draw_again(self, logits: Tensor) -> Tensor:
+        """With penalties and with the requests' own noise."""
         sampler, count, device = self._sampler, len(logits), logits.device
         if not self._drawn:
             self._draw_operands = _moved(self._draw_operands, device)
@@ -66,12 +80,7 @@ class DraftRound:
         values = self._with_probs(values, [row for row in self._sampled if row < count])
         operands = {name: value[:count] for name, value in self._draw_operands.items()}
         operands["offsets"] = operands["offsets"] + len(self._drawn)
-        columns = draw(values, logits, operands, sampler.limit)[0]
-        token_ids = columns.clamp(min=0)
-        if sampler.token_ids is not None:
-            token_ids = sampler.token_ids[token_ids.long()].int()
-        self._drawn.append(torch.where(columns < 0, columns, token_ids))
-        return token_ids
+        return draw(values, logits, operands, sampler.limit)[0]
 
     def _with_probs(self, logits: Tensor, rows: list[int]) -> Tensor:
         """``logits`` with those of sampled requests' probabilities in ``rows``, which are kept."""

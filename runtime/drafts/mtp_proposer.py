@@ -23,9 +23,11 @@ from torch import Tensor
 
 from qwen4exp_trt.runtime.drafts.draft_sampler import DraftSampler
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
+from qwen4exp_trt.runtime.sampler import greedy_operands
 from qwen4exp_trt.runtime.specs import NUM_SLOTS, STACK, StateKind, StateSpec
 from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
 from qwen4exp_trt.runtime.step_inputs import pack_step
+from qwen4exp_trt.runtime.step_result import DrawnStep
 
 if TYPE_CHECKING:  # they import this package
     from qwen4exp_trt.runtime.backend import EagerBackend
@@ -80,8 +82,12 @@ class MtpProposer:
         self.states = StatePool((ring,), states)
         self._memories: WeakKeyDictionary[Sequence, Memory] = WeakKeyDictionary()
         """In which every pair of the tokens that are computed is there, with the tokens that the sequence has."""
-        self._first: dict[Sequence, tuple[Tensor, Tensor]] = {}
-        """Of the last step: logits ``[V]`` and stack ``[W]`` behind a sequence's last pair."""
+        self._first: DrawnStep | None = None
+        """What the head gave behind the last pairs of `_rows`."""
+        self._rows: dict[Sequence, int] = {}
+        """The row of each sequence in it."""
+        self._greedy: dict[int, dict[str, Tensor]] = {}
+        """Operands to draw the best tokens of so many rows."""
 
     def observe(self, entries: SequenceOf[ScheduledSequence], stack: Tensor | None) -> None:
         assert stack is not None, "a program that gives its stack"
@@ -92,21 +98,20 @@ class MtpProposer:
                 first = end - entry.num_tokens
                 num_kept = entry.sequence.num_computed - entry.start
                 pairs.append(_Pairs(entry.sequence, entry.start, slice(first, first + num_kept)))
-        self._first.clear()
+        self._rows = {each.sequence: row for row, each in enumerate(pairs)}
         if not pairs:
             return
         self._compute_last_pairs_again([each for each in pairs if each.start and not self._is_complete(each.sequence)])
         self._keep_stacks(pairs, stack)
         rows = list(chain.from_iterable(range(each.rows.start, each.rows.stop) for each in pairs))
-        logits, stacks = self._run(
+        self._first = self._run(
             [each.sequence for each in pairs],
             [each.start for each in pairs],
             [each.sequence.token_ids[each.start + 1 : each.end + 1] for each in pairs],
             stack if len(rows) == len(stack) else stack[self._on_device(rows)],
         )
-        for index, each in enumerate(pairs):
+        for each in pairs:
             self._memories[each.sequence] = _memory_of(each.sequence)
-            self._first[each.sequence] = logits[index], stacks[index]
 
     def _is_complete(self, sequence: Sequence) -> bool:
         return self._memories.get(sequence) is sequence.memory
@@ -115,8 +120,9 @@ class MtpProposer:
         """The pair before those of a step, for sequences whose states another sequence or another text has left."""
         if pairs:
             sequences, positions = [each.sequence for each in pairs], [each.start - 1 for each in pairs]
-            slots = self._on_device([_memory_of(sequence).slot for sequence in sequences])
-            stack = self._ring[slots, self._on_device([position % DRAFT_ROWS for position in positions])]
+            slots = [_memory_of(sequence).slot for sequence in sequences]
+            slots, places = self._on_device([slots, [position % DRAFT_ROWS for position in positions]])
+            stack = self._ring[slots, places]
             self._run(sequences, positions, [[each.sequence.token_ids[each.start]] for each in pairs], stack)
 
     def _keep_stacks(self, pairs: SequenceOf[_Pairs], stack: Tensor) -> None:
@@ -127,22 +133,25 @@ class MtpProposer:
                 slots.append(_memory_of(each.sequence).slot)
                 places.append((each.end - back) % DRAFT_ROWS)
                 rows.append(each.rows.stop - back)
-        self._ring[self._on_device(slots), self._on_device(places)] = stack[self._on_device(rows)]
+        slots, places, rows = self._on_device([slots, places, rows])
+        self._ring[slots, places] = stack[rows]
 
     def propose(self, wanted: SequenceOf[tuple[Sequence, int]]) -> None:
         counted = [(min(count, self._num_possible(sequence)), sequence) for sequence, count in wanted]
         counted.sort(key=lambda pair: -pair[0])
         counts, sequences = [count for count, _ in counted], [sequence for _, sequence in counted]
-        logits, stacks = (torch.stack(parts) for parts in zip(*(self._first[each] for each in sequences), strict=True))
+        assert self._first is not None, "a step was observed"
+        step = _rows_of(self._first, [self._rows[sequence] for sequence in sequences])
         drafts = self._sampler.start([sequence.sample_request for sequence in sequences])
         for index in range(counts[0]):
-            token_ids = drafts.draw(logits)
+            token_ids = drafts.draw(step)
             active = sum(count > index + 1 for count in counts)
             if active == 0:
                 break
+            assert step.stack is not None, "a draft head gives its stack"
             going_on = sequences[:active]
             starts = [sequence.num_computed + index for sequence in going_on]
-            logits, stacks = self._run(going_on, starts, token_ids[:active], stacks[:active])
+            step = self._run(going_on, starts, token_ids[:active], step.stack[:active])
         for sequence, count, (token_ids, probs) in zip(sequences, counts, drafts.finish(), strict=True):
             sequence.set_drafts(token_ids[:count], None if probs is None else probs[:count])
 
@@ -157,8 +166,8 @@ class MtpProposer:
         starts: SequenceOf[int],
         token_ids: SequenceOf[SequenceOf[int]] | Tensor,
         stack: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the head; logits ``[n, V]`` and its stacks ``[n, W]`` at the last row of each sequence.
+    ) -> DrawnStep:
+        """Run the head, and draw the best token behind the last row of each sequence.
 
         ``token_ids``: of each sequence, or int32 ``[n]`` on the device, one of each.
         """
@@ -170,12 +179,20 @@ class MtpProposer:
         inputs = pack_step(memories, np.array(starts), lengths, ids, lengths.cumsum() - 1)
         if isinstance(token_ids, Tensor):
             inputs["input_ids"] = token_ids
-        result = self._head.run_step({**inputs, STACK: stack})
-        assert result.stack is not None, "a draft head gives its stack"
-        return result.logits, result.stack
+        if len(sequences) not in self._greedy:
+            self._greedy[len(sequences)] = greedy_operands(len(sequences))
+        return self._head.draw_step({**inputs, STACK: stack}, self._greedy[len(sequences)], self._sampler.limit)
 
-    def _on_device(self, values: SequenceOf[int]) -> Tensor:
+    def _on_device(self, values: SequenceOf[int] | SequenceOf[SequenceOf[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self._head.device, non_blocking=True)
+
+
+def _rows_of(step: DrawnStep, rows: list[int]) -> DrawnStep:
+    if rows == list(range(len(step.logits))):
+        return step
+    on_device = torch.tensor(rows).to(step.logits.device, non_blocking=True)
+    stack = None if step.stack is None else step.stack[on_device]
+    return DrawnStep(step.drawn[:, on_device], step.logits[on_device], stack)
 
 
 def _memory_of(sequence: Sequence) -> Memory:

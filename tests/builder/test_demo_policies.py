@@ -40,8 +40,10 @@ CONVERTED = {
     "linear attention": 6 * 3,
     "attention": 2 * 4,
     "lm_head": 1,
+    "draft head experts": 2,
+    "draft head, others": 3 + 4,
 }
-"""The weights that become NVFP4, of 6 layers with linear attention and 2 with full attention."""
+"""The weights that become NVFP4, of 6 layers with linear attention, 2 with full attention, and the draft head."""
 
 
 @dataclass(frozen=True)

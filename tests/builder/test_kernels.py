@@ -36,7 +36,8 @@ PARTS = 12
 
 @cache
 def released_programs() -> list[Program]:
-    """One layer of each kind, at released sizes, in every format that weights are published in or converted to.
+    """One layer of each kind, at released sizes, in every format that weights are published in or converted to, and
+    the draft head.
 
     Traced once for each format of the cache.
     """
@@ -50,6 +51,8 @@ def released_programs() -> list[Program]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(builder_compile, "export_program", export_once)
                 programs.append(transform_config(config, options, Quantization(ours))[0])
+    draft = ExportOptions("bfloat16", "auto", LIMITS.block_size, is_draft=True)
+    programs.append(transform_config(released_config(has_draft_head=True), draft, Quantization())[0])
     return programs
 
 

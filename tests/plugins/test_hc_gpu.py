@@ -80,6 +80,13 @@ def test_float32(op: str) -> None:
         check(op, tokens, RELEASED, torch.float32)
 
 
+@pytest.mark.parametrize("width", [2560, 10240])
+def test_norm_of_the_draft_head(width: int) -> None:
+    """One group for the whole row."""
+    for tokens in (1, 9, 300):
+        check("hc_norm", tokens, (1, width, 320), torch.bfloat16)
+
+
 def test_many_reads_in_one_graph() -> None:
     """Kernels that start before the last one has ended still see all of its results."""
     args = [operands("hc_read", 2, RELEASED, torch.bfloat16) for _ in range(12)]

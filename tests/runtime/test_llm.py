@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import bundles
@@ -173,8 +174,9 @@ def test_every_eos_ends_an_output_unless_ignored(llm: LLM, eos: int, monkeypatch
 
     def favour_eos(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         results = original(inputs)
-        results["logits"][:, eos] = 1e3
-        return results
+        logits = results["logits"].clone()
+        logits[:, eos] = 1e3
+        return {**results, "logits": logits}
 
     monkeypatch.setattr(backend, "_execute", favour_eos)
     output = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=3))[0].outputs[0]
@@ -232,3 +234,13 @@ def test_score_does_not_depend_on_the_chunk_it_is_in(llm: LLM) -> None:
     whole = llm.score(tokens)
     for length in (1, 7, 8, 9, 17):
         assert torch.allclose(llm.score(tokens[:length]), whole[:length], atol=1e-5), length
+
+
+def test_the_lowest_priority_runs_first(tiny_bundle: Path) -> None:
+    llm = LLM(tiny_bundle, max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    outputs = llm.generate(["a", "b", "c"], params, priority=[5, 0, -5])
+    finished = [output.metrics.finished_time or 0.0 for output in outputs]
+    assert finished == sorted(finished, reverse=True)
+    with pytest.raises(RequestError, match="2 priorities for 1 prompts; give one for each prompt"):
+        llm.generate("a", params, priority=[1, 2])

@@ -35,6 +35,7 @@ TENSORS = {
 }
 FLOAT, HALF, BYTES, FP4, FP8, IDS = map(Source, ("float", "half", "bytes", "fp4", "fp8", "ids"))
 BLOCKS = transform("check_block_scales", Source("blocks"))
+SOME_ROWS = Literal("int32", (7,), (0, 1, 2, 50, 51, 200, 299))
 
 RECIPES: dict[str, WeightRecipe] = {
     "source": FLOAT,
@@ -50,6 +51,9 @@ RECIPES: dict[str, WeightRecipe] = {
     "view": transform("view", BYTES, dtype="float4_e2m1fn_x2"),
     "expand": transform("expand", Source("scale"), shape=(4, 2)),
     "check_block_scales": BLOCKS,
+    "select_rows": transform("select_rows", transform("cast", HALF, dtype="float32"), SOME_ROWS),
+    "rows of packed": transform("select_rows", transform("view", BYTES, dtype="float4_e2m1fn_x2"), SOME_ROWS),
+    "rows of codes": transform("select_rows", FP8, SOME_ROWS),
     "dequantize_fp8": transform("dequantize_fp8", FP8, Source("scale")),
     "dequantize_fp8_blocks": transform("dequantize_fp8_blocks", FP8, Source("grid")),
     "dequantize_nvfp4": transform("dequantize_nvfp4", BYTES, BLOCKS, Source("scales")),

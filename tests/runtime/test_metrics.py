@@ -1,8 +1,14 @@
 from __future__ import annotations
 
-import pytest
+from collections.abc import Mapping
 
-from qwen4exp_trt.runtime import RequestMetrics
+import pytest
+from counting_backend import VOCAB_SIZE, CountingBackend
+from torch import Tensor
+
+from qwen4exp_trt.runtime import RequestMetrics, SamplingParams
+from qwen4exp_trt.runtime.engine_core import EngineCore
+from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, HistogramValue, Metric, gauge
 
 
@@ -106,3 +112,33 @@ def test_sources_are_asked_each_time(metrics: EngineMetrics) -> None:
     metrics.add_source(lambda: [gauge("size", "Of something.", sizes.pop(0))])
     found = [collected(metrics)["size"] for _ in range(2)]
     assert [(metric.kind, values(metric)) for metric in found] == [("gauge", {(): 1.0}), ("gauge", {(): 2.0})]
+
+
+def test_the_engine_stamps_its_requests(metrics: EngineMetrics, clock: FakeClock) -> None:
+    """One of two can run; each step takes two seconds."""
+
+    class TimedBackend(CountingBackend):
+        def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+            clock.now += 2
+            return super().run(inputs)
+
+    limits = EngineLimits(max_batch_size=1, max_seq_len=32, prefill_chunk=8, block_size=4)
+    core = EngineCore(TimedBackend(), limits, 8, VOCAB_SIZE, (), None, metrics=metrics)
+    first, second = (
+        core.make_sequence(None, prompt, SamplingParams(temperature=0, max_tokens=count))
+        for prompt, count in ((range(1, 13), 3), ([1], 2))
+    )
+    clock.now += 1
+    core.add(first)
+    core.add(second)
+    while core.scheduler.num_unfinished:
+        core.step()
+    of_first, of_second = first.request_output().metrics, second.request_output().metrics
+    assert (of_first.queue_time, of_first.time_to_first_token, of_first.e2e_latency) == (1, 5, 9), (
+        "a prompt of two steps"
+    )
+    assert (of_first.mean_inter_token_latency, of_first.max_inter_token_latency) == (2, 2)
+    assert (of_second.queue_time, of_second.time_to_first_token, of_second.e2e_latency) == (9, 11, 13)
+    assert histogram(metrics, "engine_step_seconds") == (6, 12)
+    assert values(collected(metrics)["prompt_tokens"]) == {(): 13}
+    assert values(collected(metrics)["request_success"]) == {("length",): 2}

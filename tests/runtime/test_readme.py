@@ -8,10 +8,13 @@ from pathlib import Path
 import bundles
 import pytest
 
-README = (bundles.ROOT / "README.md").read_text()
+FILE = bundles.ROOT / "README.md"
+README = FILE.read_text() if FILE.exists() else ""
 BLOCKS = [
     block for block in re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE) if "OpenAI(" not in block
 ]
+
+pytestmark = pytest.mark.skipif(not README, reason="a copy of the code alone has no README.md")
 
 
 @pytest.mark.trt

@@ -45,6 +45,26 @@ def test_rows_of_a_stack_are_its_parts(data: st.DataObject) -> None:
     assert torch.equal(bits(got), bits(evaluate(stack, made.tensors)[start:stop]))
 
 
+@FEW
+@given(data=st.data())
+def test_selected_rows_are_read_alone(data: st.DataObject) -> None:
+    """Of any matrix, whole or some of them, and also below a cast."""
+    recipe, made = data.draw(random_matrices())
+    whole = evaluate(recipe, made.tensors)
+    rows = sorted(data.draw(st.sets(st.integers(0, len(whole) - 1), min_size=1, max_size=40)))
+    selected = transform("select_rows", recipe, Literal("int32", (len(rows),), tuple(rows)))
+    if data.draw(st.booleans()):
+        selected, whole = transform("cast", selected, dtype="bfloat16"), whole.bfloat16()
+    start = data.draw(st.integers(0, len(rows) - 1))
+    for begin, stop in ((0, len(rows)), (start, len(rows))):
+        source = ReadRows(made.tensors)
+        got = read_rows(selected, source, begin, stop)
+        assert got.dtype == whole.dtype and torch.equal(bits(got), bits(whole[rows[begin:stop]]))
+        for name, read in source.rows.items():
+            wanted = [made.needed[name](row, row + 1) for row in rows[begin:stop]]
+            assert read <= {index for each in wanted if each is not None for index in range(*each)}, name
+
+
 def test_the_dtype_does_not_depend_on_the_rows() -> None:
     """Trap: a concatenation of float32 and bfloat16 is float32, also where only bfloat16 rows are asked for."""
     tensors = {"a": torch.ones(2, 3), "b": torch.ones(2, 3).bfloat16()}

@@ -334,6 +334,32 @@ def test_a_lone_sequence_runs_though_what_was_restored_for_it_fills_the_pages(nu
     assert again.finish_reason == "length" and again.metrics.num_cached_tokens == (0 if num_rewritten else 24)
 
 
+class Fickle(NoPrefixCache):
+    """Promises a page that it then has not, and keeps one that it could give back."""
+
+    def __init__(self) -> None:
+        self.states: SequenceStates | None = None
+        self.blocks: list[int] = []
+
+    def match(self, sequence: Sequence) -> Match | None:
+        return Match(8, len(self.blocks))
+
+    def evict(self, num_pages: int) -> int:
+        assert self.states is not None
+        blocks, self.blocks = self.blocks, []
+        self.states.blocks.release(blocks)
+        return len(blocks)
+
+
+def test_a_start_with_less_from_the_cache_than_it_promised() -> None:
+    cache = Fickle()
+    simulation = Simulation(LIMITS, num_blocks=2, cache=cache)
+    cache.states = simulation.scheduler.states
+    cache.blocks = cache.states.blocks.allocate(1) or []
+    simulation.add(make_sequence("a", 9, 4))
+    assert simulation.step() == {"a": 9}
+
+
 def test_finish_takes_a_waiting_sequence_out_and_is_harmless_twice() -> None:
     simulation = Simulation(LIMITS, 8)
     first, second, third = (make_sequence(name, 60, 1) for name in "abc")

@@ -28,6 +28,6 @@ def test_a_dtype_that_does_not_exist_is_refused() -> None:
 def test_recipes_are_made_of_known_transforms_only() -> None:
     with pytest.raises(AssertionError):
         transform("quantize", Source("a"))
-    layout = {"cast", "concat", "stack", "reshape", "view", "expand"}
+    layout = {"cast", "concat", "stack", "reshape", "view", "expand", "select_rows"}
     dequantize = {"dequantize_fp8", "dequantize_fp8_blocks", "dequantize_nvfp4", "check_block_scales"}
     assert set(TRANSFORMS) == {"add", "mul", *layout, *dequantize}

@@ -321,20 +321,20 @@ def test_a_seeded_request_is_reproducible_and_drafts_are_accepted(mtp_bundle: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("filters", [{}, {"top_k": 12}, {"top_p": 0.8}], ids=["all", "top_k", "top_p"])
-def test_sampled_text_has_the_distribution_of_undrafted_text(mtp_bundle: Path, filters: dict[str, float]) -> None:
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_sampled_text_has_the_distribution_of_undrafted_text(mtp_bundle: Path, top_p: float) -> None:
     """Of the first two tokens that drafts can decide: by classes of ids, since there are too many pairs."""
     outcomes = []
-    for speculate, seeds in ((None, range(1000)), ("mtp:2", range(1000, 2000))):
+    for speculate, seeds in ((None, range(500)), ("mtp:2", range(500, 1000))):
         llm = LLM(mtp_bundle, speculate=speculate)
         params = [
-            SamplingParams(temperature=2.0, seed=seed, max_tokens=4, ignore_eos=True, **filters)  # pyright: ignore[reportArgumentType]
+            SamplingParams(temperature=2.0, top_p=top_p, top_k=100, seed=seed, max_tokens=4, ignore_eos=True)
             for seed in seeds
         ]
         outputs = llm.generate([ids(PROMPTS[0])] * len(params), params)
         outcomes.append([tuple(token % 5 for token in generated(output)[1:3]) for output in outputs])
         accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
-        assert (accepted > 100) == (speculate is not None)
+        assert (accepted > 50) == (speculate is not None)
     assert_same_distribution(*outcomes)
 
 
@@ -358,3 +358,16 @@ def test_a_reduced_vocabulary_drafts_its_own_ids(mtp_bundle: Path, tmp_path: Pat
     sampled = SamplingParams(temperature=3.0, seed=1, max_tokens=40, ignore_eos=True, repetition_penalty=1.1)
     (output,) = llm.generate(ids(PROMPTS[0]), sampled)
     assert output.metrics.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("length", [24, 31])
+def test_a_known_prompt_that_needs_every_page_runs(mtp_bundle: Path, length: int) -> None:
+    """The head writes into the last page of what is restored, and the pool has none for a copy of it."""
+    prompt, params = list(range(3, 3 + length)), SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    core = LLM(mtp_bundle, speculate="mtp:3", num_blocks=-(-(length + 16) // 8)).core
+    for _ in range(3):
+        sequence = core.make_sequence(None, prompt, params)
+        core.add(sequence)
+        for _ in range(40):
+            core.step()
+        assert sequence.finish_reason == "length"
