@@ -47,12 +47,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def generate(args: argparse.Namespace) -> None:
     """Load the bundle and print the text as it comes."""
-    llm = LLM(args.bundle, progress=loading_line().show, **llm_options(args))
     names = (*_SAMPLING_FLAGS, "max_tokens", "seed", "stop")
     given: dict[str, Any] = {name: value for name in names if (value := getattr(args, name)) is not None}
-    params = replace(llm.default_sampling_params, **given)
-    for chunk in llm.stream(_chat_prompt(llm, args) if args.chat else args.prompt, params):
-        print(chunk.text, end="" if chunk.finish_reason is None else "\n", flush=True)
+    with LLM(args.bundle, progress=loading_line().show, **llm_options(args)) as llm:
+        params = replace(llm.default_sampling_params, **given)
+        for chunk in llm.stream(_chat_prompt(llm, args) if args.chat else args.prompt, params):
+            print(chunk.text, end="" if chunk.finish_reason is None else "\n", flush=True)
 
 
 def _chat_prompt(llm: LLM, args: argparse.Namespace) -> Prompt:

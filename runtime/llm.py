@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -31,6 +31,8 @@ from qwen4exp_trt.runtime.prefix_cache.options import (
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
+from qwen4exp_trt.runtime.sequence_states import SequenceStates
+from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -113,7 +115,13 @@ class LLM:
         loaded = make_backend(backend, device, folder, self.manifest, options)
         assert loaded.memory_plan is not None
         self.memory_plan, self._ngram_table = loaded.memory_plan, loaded.rows
-        self.core = EngineCore(
+        opener = prefix_cache_opener(self.manifest, backend, loaded.device, caching) if caching else None
+        self.core = self._make_core(loaded, opener)
+
+    def _make_core(
+        self, loaded: EagerBackend | TensorRTBackend, opener: Callable[[SequenceStates], PrefixCache] | None
+    ) -> EngineCore:
+        core = EngineCore(
             loaded,
             self.manifest.limits,
             self.memory_plan.num_blocks,
@@ -121,18 +129,13 @@ class LLM:
             self.manifest.stop_token_ids,
             self.tokenizer,
             max_num_seqs=self.max_num_seqs,
-            prefix_cache=prefix_cache_opener(self.manifest, backend, loaded.device, caching) if caching else None,
-            drafting=make_drafting(
-                self.speculative_config,
-                loaded.draft,
-                limits,
-                self.manifest.vocab_size,
-                self.tokenizer.vocab_size if self.tokenizer else None,
-            ),
+            prefix_cache=opener,
+            drafting=make_drafting(self.speculative_config, loaded.draft, self.manifest, self.tokenizer),
             nan_trace=loaded.nan_trace if isinstance(loaded, EagerBackend) else None,
         )
-        if isinstance(self.core.prefix_cache, PrefixCache):
-            self.core.metrics.add_source(partial(cache_metrics, self.core.prefix_cache))
+        if isinstance(core.prefix_cache, PrefixCache):
+            core.metrics.add_source(partial(cache_metrics, core.prefix_cache))
+        return core
 
     def close(self) -> None:
         """Write to disk what the prefix cache keeps there. Nothing can be generated afterwards."""
@@ -142,8 +145,10 @@ class LLM:
     @property
     def info(self) -> dict[str, Any]:
         """What was found at the start: ``memory``, bytes by use and what there was of them; ``ngram_table``, where it
-        is and, on a disk, how fast that is."""
-        return {"memory": self.memory_plan.to_dict(), "ngram_table": dict(self._ngram_table.info)}
+        is and, on a disk, how fast that is. And ``speculate``, the drafts that were asked for, None without."""
+        drafts = None if self.speculative_config is None else str(self.speculative_config)
+        ngram_table = dict(self._ngram_table.info)
+        return {"memory": self.memory_plan.to_dict(), "ngram_table": ngram_table, "speculate": drafts}
 
     def __enter__(self) -> Self:
         return self

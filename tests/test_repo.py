@@ -28,7 +28,7 @@ ONLY_IN = {
     "onnx": {"builder"},
     "onnx_graphsurgeon": {"builder"},
     "transformers": set(),
-    **dict.fromkeys(("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client"), {"runtime"}),
+    **{name: {"runtime"} for name in ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client")},
 }
 """Which packages may import a third party's."""
 

@@ -172,7 +172,8 @@ def indexer_loss(block_scores: Tensor, attention: Tensor) -> Tensor:
     target = target / target.sum(-1, keepdim=True).clamp_min(1e-9)
     log_share = block_scores.log_softmax(-1).masked_fill(~visible, 0.0)
     divergence = (target * (target.clamp_min(1e-9).log() - log_share)).sum(-1)
-    return divergence[visible.any(-1)].mean()
+    seen = visible.any(-1)
+    return (divergence * seen).sum() / seen.sum()
 
 
 def select_tokens(block_scores: Tensor, block_topk: int) -> Tensor:

@@ -12,9 +12,10 @@ from qwen4exp_trt.runtime.drafts.acceptance import DraftCounters
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.mtp_proposer import MtpProposer
 from qwen4exp_trt.runtime.drafts.ngram_proposer import NgramProposer
-from qwen4exp_trt.runtime.limits import EngineLimits
+from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.metrics import Metric
 from qwen4exp_trt.runtime.state_pool import StatePool
+from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # they import this package
     from qwen4exp_trt.runtime.backend import EagerBackend
@@ -52,21 +53,18 @@ class Proposer(Protocol):
 def make_drafting(
     config: SpeculativeConfig | None,
     head: EagerBackend | TensorRTBackend | None,
-    limits: EngineLimits,
-    vocab_size: int,
-    vocab_limit: int | None,
+    manifest: Manifest,
+    tokenizer: Tokenizer | None,
 ) -> Drafting | None:
-    """The drafts that ``config`` asks for, if any. ``head``: the loaded draft head, which ``mtp`` needs.
-
-    ``vocab_size`` and ``vocab_limit``: of the model's logits, as `sampler.sample` has them.
-    """
+    """The drafts that ``config`` asks for, if any. ``head``: the bundle's draft head, loaded, which ``mtp`` needs."""
     if config is None:
         return None
     if config.method == "ngram":
         return Drafting(config, NgramProposer())
     assert head is not None, "the backend is loaded with its draft head"
-    count = config.num_speculative_tokens
-    return Drafting(config, MtpProposer(head, count, limits.block_size, vocab_size, vocab_limit))
+    vocab_limit = None if tokenizer is None else tokenizer.vocab_size
+    count, block_size = config.num_speculative_tokens, manifest.limits.block_size
+    return Drafting(config, MtpProposer(head, count, block_size, manifest.vocab_size, vocab_limit))
 
 
 class Drafting:

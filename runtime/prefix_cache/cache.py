@@ -186,13 +186,13 @@ class PrefixCache:
         if boundary not in memory.window or not is_wanted:
             return
         is_spare = is_decoding or boundary not in self._worth_keeping(tracked)
+        if is_decoding:
+            self._replace_decode_snapshot(tracked, node)
         if node.slot is None:  # also if it is on disk: that it was not used means that something of it is damaged
-            self.tiers.keep_slot(node, self.tiers.layouts["slot"].read(memory.slot), is_spare)
+            self.tiers.keep_slot(node, memory.slot, is_spare)
             tracked.own.append(node)
         else:
             self.tiers.use_slot(node, is_spare)
-        if is_decoding:
-            self._replace_decode_snapshot(tracked, node)
         if not is_spare:
             self.tiers.persist(node)
 

@@ -112,7 +112,7 @@ class DiskStore:
         """Have a blob written, for which `has_room`, unless it is there already."""
         with self._changed:
             if blob.name not in self and not self._is_closed:
-                self._queued[blob.name] = blob.row.num_bytes
+                self._queued[blob.name] = blob.row.memory_bytes
                 self._jobs.append(_Job(blob))
                 self._changed.notify_all()
 
@@ -195,7 +195,7 @@ class DiskStore:
         try:
             self._make_room(size)
             self._own.mkdir(parents=True, exist_ok=True, mode=0o700)  # somebody may have removed it
-            write_blob(partial, blob.header, blob.row.host_bytes())
+            write_blob(partial, blob.header, blob.row.payload())
             with self._changed:
                 if blob.name not in self._cancelled:
                     os.replace(partial, self._own / blob.name)
@@ -253,7 +253,7 @@ class DiskStore:
             return False
         path = self._own / blob.name
         try:
-            read_blob(path, blob.header, blob.row.host_bytes())
+            read_blob(path, blob.header, blob.row.payload())
         except (BadBlobError, OSError) as error:
             logger.warning("prefix cache: %s is not used: %s", path, error)
             with self._changed:

@@ -28,10 +28,19 @@ class PackedRow:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return sum(self._sizes)
 
-    def host_bytes(self) -> list[memoryview]:
-        """The memory of a row on the host, once what is copied into it is there."""
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes of the host's memory. Torch rounds pinned memory up to a power of two."""
+        return sum(map(_pinned_bytes, self._sizes)) if self.ready is not None else self.num_bytes
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [part.nbytes for part in self.parts]
+
+    def payload(self) -> list[memoryview]:
+        """The bytes of a row on the host, once what is copied into it is there."""
         if self.ready is not None:
             self.ready.synchronize()
         return [part.numpy().data for part in self.parts]
@@ -49,6 +58,16 @@ class RowLayout:
     @property
     def num_bytes(self) -> int:
         return sum(part.num_bytes for part in self._parts)
+
+    @property
+    def host_bytes(self) -> int:
+        """What a row takes in the host's memory."""
+        sizes = [part.num_bytes for part in self._parts]
+        return sum(map(_pinned_bytes, sizes)) if self._has_gpu else sum(sizes)
+
+    @property
+    def _has_gpu(self) -> bool:
+        return any(part.device.type == "cuda" for part in self._parts)
 
     def describe(self) -> list[list[Any]]:
         """Name, dtype and shape of each state's row, in the order of their bytes."""
@@ -84,9 +103,8 @@ class RowLayout:
 
     def empty(self) -> PackedRow:
         """Unwritten memory of the host."""
-        has_gpu = any(part.device.type == "cuda" for part in self._parts)
         sizes = [part.num_bytes for part in self._parts]
-        return PackedRow(tuple(torch.empty(size, dtype=torch.uint8, pin_memory=has_gpu) for size in sizes))
+        return PackedRow(tuple(torch.empty(size, dtype=torch.uint8, pin_memory=self._has_gpu) for size in sizes))
 
 
 class _Part:
@@ -128,6 +146,10 @@ def _as_row(piece: Tensor, state: Tensor) -> Tensor:
     if piece.storage_offset() % state.dtype.itemsize:
         piece = piece.clone()
     return piece.view(state.dtype).view(state.shape[1:])
+
+
+def _pinned_bytes(size: int) -> int:
+    return 1 << (size - 1).bit_length()
 
 
 def _host_copy(part: Tensor) -> Tensor:

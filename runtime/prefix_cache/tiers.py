@@ -104,20 +104,28 @@ class Tiers:
         self._drop_from_host(node, "page")
         return True
 
-    def keep_slot(self, node: Node, packed: PackedRow, is_spare: bool = False) -> None:
-        """Keep a snapshot, on the device as long as it is not evicted."""
-        if node.slot is not None:
-            self.use_slot(node, is_spare)
-            return
+    def keep_slot(self, node: Node, slot: int, is_spare: bool = False) -> None:
+        """Keep a snapshot of a slot, on the device as long as it is not evicted."""
+        layout = self.layouts["slot"]
         self._drop_from_host(node, "slot")
-        if packed.num_bytes > self._device_bytes:
-            if not is_spare:
-                self._move_down(node, "slot", packed)
-            return
-        while (self._kept.num_bytes + self._spare.num_bytes + packed.num_bytes) > self._device_bytes:
+        if self._make_room_for_slot():
+            self._put_slot(node, layout.read(slot), is_spare)
+        elif not is_spare:
+            self._move_down(node, "slot", layout.read(slot))
+
+    def _make_room_for_slot(self) -> bool:
+        """Before it is there, so that the budget holds at any time; False if there is none for a single snapshot."""
+        size = self.layouts["slot"].num_bytes
+        while self._kept.num_bytes + self._spare.num_bytes + size > self._device_bytes:
+            if not len(self._spare) + len(self._kept):
+                return False
             self._evict_slot((self._spare if len(self._spare) else self._kept).oldest)
+        return True
+
+    def _put_slot(self, node: Node, packed: PackedRow, is_spare: bool) -> None:
         node.slot = packed
         (self._spare if is_spare else self._kept).add(node, packed.num_bytes)
+        self.tree.attach(node.path())  # what was evicted may have taken it out
 
     def use_slot(self, node: Node, is_spare: bool = False) -> None:
         """A snapshot is used, or found to be worth keeping."""
@@ -212,7 +220,7 @@ class Tiers:
 
     def _move_down(self, node: Node, kind: Kind, source: PackedRow | int) -> None:
         """To the host what left the device, or to disk. ``source``: the row, or the number of the page."""
-        size = self.layouts[kind].num_bytes
+        size = self.layouts[kind].host_bytes
         if size > self._host.budget:
             self._write(node, kind, source)
             return
@@ -282,7 +290,7 @@ class Tiers:
     def _write(self, node: Node, kind: Kind, source: PackedRow | int, wait: bool = False) -> None:
         if self.store is None or self._is_queued(node, kind):
             return
-        size = self.layouts[kind].num_bytes
+        size = self.layouts[kind].host_bytes
         if wait and not self.store.has_room(size):
             self.store.flush()
         if not self.store.has_room(size):
@@ -313,14 +321,17 @@ class Tiers:
 
     def load_slot(self, node: Node) -> PackedRow | None:
         """The snapshot of ``node`` on the device, and kept there; None if it cannot be read any more."""
-        packed = node.slot or node.host_slot
+        if node.slot is not None:
+            self.use_slot(node)
+            return node.slot
+        packed = self._read([node], "slot")[0]
         if packed is None:
-            packed = self._read([node], "slot")[0]
-            if packed is None:
-                return None
+            return None
+        fits = self._make_room_for_slot()
         on_device = self.layouts["slot"].on_device(packed)
-        if on_device.num_bytes <= self._device_bytes:
-            self.keep_slot(node, on_device)
+        if fits:
+            self._drop_from_host(node, "slot")
+            self._put_slot(node, on_device, is_spare=False)
         self.use_slot(node)
         return on_device
 

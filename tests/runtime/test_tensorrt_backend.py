@@ -54,7 +54,7 @@ def test_generates_what_the_program_does(trt: SimulatedTensorRT, bundle: Path) -
     """Several requests of different lengths: prompts in chunks beside decoding, in both profiles."""
     prompts = [ids(list(range(3, 3 + length))) for length in (1, 11, 25)]
     params = SamplingParams(temperature=0, max_tokens=9)
-    llm = LLM(bundle)
+    llm = LLM(bundle, enable_prefix_caching=False)  # its states are not the engine's
     expected = [generated(output) for output in llm.generate(prompts, params)]
     assert isinstance(llm.core.backend, EagerBackend)
     llm.core.backend = engine_backend(trt, bundle, llm.core.backend)
@@ -70,7 +70,7 @@ def test_rows_of_a_table_on_disk_are_bound_like_any_input(tmp_path: Path, capsys
     verify(verify_args(bundle, tolerance=1e-6), trt)
     assert "the engine agrees with the program" in capsys.readouterr().out
     prompts, params = [ids([5, 6, 7]), ids([9])], SamplingParams(temperature=0, max_tokens=9)
-    llm = LLM(bundle)
+    llm = LLM(bundle, enable_prefix_caching=False)  # its states are not the engine's
     expected = [generated(output) for output in llm.generate(prompts, params)]
     loaded = llm.core.backend
     assert isinstance(loaded, EagerBackend) and loaded.rows is not None

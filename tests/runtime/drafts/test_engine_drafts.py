@@ -241,7 +241,7 @@ def test_sampled_text_has_the_distribution_of_undrafted_text(plain: LLM, drafted
 
 def test_prompt_lookup_is_chosen_by_the_config(plain: LLM, tiny_bundle: Path) -> None:
     llm = LLM(tiny_bundle, speculate="ngram:4")
-    assert str(llm.speculative_config) == "ngram:4" and plain.speculative_config is None
+    assert (llm.info["speculate"], plain.info["speculate"]) == ("ngram:4", None)
     repeating = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True, repetition_penalty=0.01)
     expected, found = (each.generate([ids(prompt) for prompt in PROMPTS], repeating) for each in (plain, llm))
     for ours, theirs in zip(found, expected, strict=True):

@@ -47,7 +47,7 @@ def check_round_trip(states: dict[str, Tensor], host_only: str | None = None) ->
     assert {name: row.dtype for name, row in layout.rows(packed).items()} == {n: s.dtype for n, s in states.items()}
     on_host = layout.on_host(packed)
     copy = layout.empty()
-    for source, target in zip(on_host.host_bytes(), copy.host_bytes(), strict=True):
+    for source, target in zip(on_host.payload(), copy.payload(), strict=True):
         target[:] = source
     layout.write(1, copy)
     assert {name: bits(state[1]) for name, state in states.items()} == before
