@@ -237,8 +237,9 @@ class Scheduler:
         while self._waiting:
             sequence = self._waiting[0]
             state = (sequence, self._num_ended, self.states.blocks.num_releases)
-            if self._refused == state or not self._start(sequence):
-                self._refused = (sequence, self._num_ended, self.states.blocks.num_releases)
+            is_refused = self._refused == state and bool(self._running)
+            if is_refused or not self._start(sequence):
+                self._refused = state
                 return
             _take_out(self._waiting, sequence)
             insort(self._running, sequence, key=_PLACE)
@@ -260,9 +261,15 @@ class Scheduler:
         if not self.states.start(sequence):
             return False
         num_restored = self.prefix_cache.restore(sequence)
-        if not self.states.reserve(sequence, sequence.num_tokens_left):
-            self._free(sequence)
-            return False
+        if not self._reserve_free(sequence, sequence.num_tokens_left):
+            # A draft head writes into the last page of what is restored: where the pool has none for a copy, the cache
+            # has to give up its own.
+            num_restored = 0
+            self.prefix_cache.release(sequence)
+            self.states.rewind(sequence)
+            if not self._reserve_free(sequence, sequence.num_tokens_left):
+                self._free(sequence)
+                return False
         if not sequence.metrics.num_preemptions:
             self.metrics.cached(sequence.metrics, len(sequence.token_ids), num_restored)
         return True

@@ -120,7 +120,7 @@ class Simulation:
     """
 
     def __init__(
-        self, limits: tuple[int, int, int], folder: Path | None, interval: int = 8, identity: bytes = b"one"
+        self, limits: tuple[int, int, int], folder: Path | None, interval: int = 8, identity: bytes = bytes(16)
     ) -> None:
         device, host, disk = limits
         self.options = PrefixCacheOptions(

@@ -15,7 +15,8 @@ def cache_metrics(cache: PrefixCache) -> Iterator[Metric]:
     disk = DiskCounters() if tiers.store is None else tiers.store.counters
     evicted = (tiers.counters.evicted_from_device, tiers.counters.evicted_from_host, disk.evicted)
     yield _counter("lookups", "Sequences that started, or went on after a preemption.", {"": counters.lookups})
-    yield _counter("successful_lookups", "Those of them for which a prefix was restored.", {"": counters.hits})
+    hits = {**counters.hits_by_tier}
+    yield _counter("successful_lookups", "Those that restored a prefix, by where its snapshot was.", hits)
     yield _counter("hit_tokens", "Tokens that were restored, by where their pages were.", {**counters.hit_tokens})
     yield _counter("evictions", "Pages and snapshots that a tier had no room for.", _by_tier(evicted))
     yield _counter("blobs_written", "Pages and snapshots written to disk.", {"": disk.written})

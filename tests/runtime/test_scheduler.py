@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen4exp_trt.errors import RequestError
-from qwen4exp_trt.runtime.hooks import NoPrefixCache
+from qwen4exp_trt.runtime.hooks import Match, NoPrefixCache
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.sampler import SampledToken
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
@@ -266,6 +266,32 @@ def test_a_stream_of_higher_priorities_does_not_hold_up_a_lower_one_for_ever() -
         simulation.step()
     assert "low" in simulation.started
     assert simulation.started.index("low") in range(AGING_STEPS - 10, AGING_STEPS + 2)
+
+
+class Fickle(NoPrefixCache):
+    """Promises a page that it then has not, and keeps one that it could give back."""
+
+    def __init__(self) -> None:
+        self.states: SequenceStates | None = None
+        self.blocks: list[int] = []
+
+    def match(self, sequence: Sequence) -> Match | None:
+        return Match(8, len(self.blocks))
+
+    def evict(self, num_pages: int) -> int:
+        assert self.states is not None
+        blocks, self.blocks = self.blocks, []
+        self.states.blocks.release(blocks)
+        return len(blocks)
+
+
+def test_a_start_with_less_from_the_cache_than_it_promised() -> None:
+    cache = Fickle()
+    simulation = Simulation(LIMITS, num_blocks=2, cache=cache)
+    cache.states = simulation.scheduler.states
+    cache.blocks = cache.states.blocks.allocate(1) or []
+    simulation.add(make_sequence("a", 9, 4))
+    assert simulation.step() == {"a": 9}
 
 
 def test_finish_takes_a_waiting_sequence_out_and_is_harmless_twice() -> None:

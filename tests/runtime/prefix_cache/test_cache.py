@@ -201,7 +201,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
     run(simulation, PROMPT)
     simulation.reopen()
     simulation.cache.close()
-    other = Simulation((2, 0, 50), tmp_path / "cache", identity=b"other")
+    other = Simulation((2, 0, 50), tmp_path / "cache", identity=bytes(range(16)))
     assert restored(other, PROMPT) == 0
     run(other, PROMPT)
     other.cache.close()
