@@ -51,6 +51,7 @@ bench: setup
 	$(BIN)/python benchmarks/evaluate_demo.py
 	$(BIN)/python benchmarks/load_weights.py
 	$(BIN)/python benchmarks/scheduler.py
+	$(BIN)/python benchmarks/ngram_disk.py
 
 bench-gpu: setup
 	$(BIN)/python benchmarks/run_kernels.py

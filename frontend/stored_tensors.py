@@ -183,7 +183,9 @@ class StoredTensors:
         self._check_scale_values()
         found = [f"{problem} ({len(names)}): {listing(names)}" for problem, names in self._problems.items() if names]
         if found:
-            raise CheckpointError(f"{self.checkpoint.path} does not match its config. {'; '.join(found)}")
+            is_of_draft_head = all("mtp." in name for names in self._problems.values() for name in names)
+            advice = "; --draft-head none builds without its draft head" if is_of_draft_head else ""
+            raise CheckpointError(f"{self.checkpoint.path} does not match its config. {'; '.join(found)}{advice}")
 
     def _check_scale_values(self) -> None:
         """All scales in one comparison: there are hundreds of thousands, and normally nothing is wrong with them."""

@@ -232,9 +232,10 @@ def _advice(plan: MemoryPlan, memory: Memory, manifest: Manifest, most_blocks: i
     if manifest.precision != "nvfp4":
         options.append("--precision nvfp4")
     options.append("a smaller --prefill-chunk or --max-batch-size")
-    advice = f"Free memory, or build the bundle with {' or '.join(options)}"
+    caches = "--prefix-cache-bytes, --row-cache-bytes"
+    advice = f"Free memory, give the caches less ({caches}), or build the bundle with {' or '.join(options)}"
     if memory.reserve:
-        advice += "; a smaller memory_reserve_bytes (--memory-reserve) leaves less to the rest of the system"
+        advice += "; a smaller --memory-reserve-bytes leaves less to the rest of the system"
     return advice
 
 

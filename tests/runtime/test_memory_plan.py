@@ -89,7 +89,9 @@ def test_a_bundle_too_large_for_memory_that_is_one(tiny_bundle: Path, machine: S
     weights = uses(full)["weights"] / MIB
     assert f"\nweights: {weights:.2f} MiB;\n" in message and " in all: " in message.replace("\n", " ")
     assert f"where {machine.available / GIB:,.2f} GiB are available less 4.00 GiB in reserve" in message
-    assert "--ple-residency disk" in message and "--memory-reserve" in message
+    assert (
+        "--ple-residency disk" in message and "--memory-reserve-bytes" in message and "--prefix-cache-bytes" in message
+    )
     assert plan(tiny_bundle, device, memory_reserve_bytes=2 * GIB).num_blocks == FULL_BATCH
 
 
