@@ -53,7 +53,7 @@ class NullBackend:
         self.called = self.returned = 0.0
         """When its last step began and ended."""
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
         """It reads nothing."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -137,8 +137,8 @@ class _ObservingBackend:
         self.states = StatePool(program.states, allocate_states(program.states, num_blocks, num_slots=1))
         self.amax = dict.fromkeys(paths, torch.zeros(()))
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
-        self.rows.prefetch(windows)
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
+        self.rows.prefetch(windows, at_once)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         observer = _Observer(self.program.module, {identifier_from_path(path) for path in self.amax})

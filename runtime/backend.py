@@ -77,8 +77,11 @@ class Backend(Protocol):
         """
         ...
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
-        """Say which tokens come after the next step, so that what they need from a disk is read while that runs."""
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
+        """Say which tokens come after the next step, so that what they need from a disk is read while that runs.
+
+        ``at_once``: they come in the next step, but something else runs before it.
+        """
         ...
 
 
@@ -132,8 +135,8 @@ class EagerBackend:
         """Run one step and update the states."""
         return self._run(self.rows.complete(inputs))
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
-        self.rows.prefetch(windows)
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
+        self.rows.prefetch(windows, at_once)
 
     def _run(self, inputs: Mapping[str, Tensor]) -> StepResult:
         outputs = self.program.outputs

@@ -195,6 +195,8 @@ class EngineCore:
         for entry in scheduled:
             self._take(entry, list(itertools.islice(rows, entry.num_logits_rows)), now)
         if self.drafting is not None:
+            if self.drafting.proposer.num_rewritten:  # a draft head runs meanwhile
+                self.backend.prefetch(self._last_tokens(entries), at_once=True)
             self.drafting.proposer.observe(scheduled, stack)
         for entry in scheduled:
             if entry.sequence.memory is not None:
@@ -236,6 +238,12 @@ class EngineCore:
         """Tokens that steps after this one will run, as far as they are known."""
         for sequence, start, stop in self.scheduler.upcoming(scheduled):
             yield TokenWindow(sequence.token_ids, start, stop)
+
+    def _last_tokens(self, entries: list[ScheduledSequence]) -> Iterator[TokenWindow]:
+        """What the next step will run for certain of sequences that have got tokens."""
+        for sequence in (entry.sequence for entry in entries):
+            if sequence.memory is not None and sequence.finish_reason is None:
+                yield TokenWindow(sequence.token_ids, sequence.num_computed, len(sequence.token_ids))
 
     def _take(self, entry: ScheduledSequence, row_tokens: list[SampledToken | None], now: float) -> None:
         """Add the tokens of a step to a sequence; drop it if it comes to a row that none could be sampled from."""

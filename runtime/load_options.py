@@ -11,7 +11,7 @@ from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.progress_line import Progress
 
 DEFAULT_ROW_CACHE_BYTES = 64 * 2**20
-"""Of rows of an n-gram table on disk that are kept, for each table: 200,000 of the released model's."""
+"""Of rows of an n-gram table on disk that are kept, for each table: 180,000 of the released model's."""
 
 
 @dataclass(frozen=True, kw_only=True)

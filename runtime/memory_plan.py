@@ -82,7 +82,7 @@ class MemoryPlan:
 
     def needed(self, memory: Memory) -> int:
         """Bytes that are taken of ``memory``."""
-        return sum(use.num_bytes for use in self._uses_of(memory))
+        return sum(use.num_bytes for use in self.uses_of(memory))
 
     def missing(self, memory: Memory) -> int:
         """How far that exceeds what is usable."""
@@ -95,7 +95,7 @@ class MemoryPlan:
     def table(self) -> Iterator[str]:
         """A line for each use, and what there is."""
         for memory in self.memories:
-            for use in self._uses_of(memory):
+            for use in self.uses_of(memory):
                 yield f"{use.name}: {_size(use.num_bytes)}"
             yield f"in all: {_size(self.needed(memory))} of {_describe(memory)}"
 
@@ -114,7 +114,8 @@ class MemoryPlan:
             },
         }
 
-    def _uses_of(self, memory: Memory) -> list[MemoryUse]:
+    def uses_of(self, memory: Memory) -> list[MemoryUse]:
+        """What is taken of ``memory``."""
         on_host = memory is self.host
         return [use for use in self.uses if use.num_bytes and (self.is_unified or use.is_on_host == on_host)]
 
@@ -213,11 +214,24 @@ def _overhead(is_gpu: bool) -> int:
     return GPU_OVERHEAD_BYTES if is_gpu else CPU_OVERHEAD_BYTES
 
 
+_FLAG_OF_CACHE = {
+    "n-gram rows that are kept": "--row-cache-bytes",
+    "prefix cache: snapshots": "--prefix-cache-bytes",
+    "prefix cache: host tier": "--host-cache-bytes",
+}
+"""By the name of a use: what gives it less."""
+
+
 def _refusal(plan: MemoryPlan, manifest: Manifest, most_blocks: int) -> str:
     memory = max(plan.memories, key=plan.missing)
-    uses = "\n".join(f"{line};" for line in plan.table())
+    if memory.reserve >= memory.available:
+        return (
+            f"nothing is left of {_describe(memory)}; free memory, or give a --memory-reserve-bytes below "
+            f"{memory.available:,}"
+        )
+    uses = ";\n".join(plan.table())
     return (
-        f"the bundle does not fit: {_size(plan.missing(memory))} too much for {_describe(memory)}.\n{uses}\n"
+        f"the bundle does not fit: {_size(plan.missing(memory))} too much for {_describe(memory)}.\n{uses}.\n"
         f"{_advice(plan, memory, manifest, most_blocks)}"
     )
 
@@ -226,6 +240,10 @@ def _advice(plan: MemoryPlan, memory: Memory, manifest: Manifest, most_blocks: i
     """What would help, the cheapest first."""
     if most_blocks >= 1 and memory is plan.device:
         return f"Load it with num_blocks={most_blocks} (--num-blocks) or less, or free memory"
+    sizes = {use.name: use.num_bytes for use in plan.uses_of(memory)}
+    caches = [flag for name, flag in _FLAG_OF_CACHE.items() if sizes.get(name, 0) >= plan.missing(memory)]
+    if caches:
+        return f"Give a smaller {' or '.join(caches)}, or free memory"
     options = []
     if manifest.ple_residency != PleResidency.DISK and (plan.is_unified or memory is plan.device):
         options.append("--ple-residency disk")
@@ -234,7 +252,7 @@ def _advice(plan: MemoryPlan, memory: Memory, manifest: Manifest, most_blocks: i
     options.append("a smaller --prefill-chunk or --max-batch-size")
     advice = f"Free memory, or build the bundle with {' or '.join(options)}"
     if memory.reserve:
-        advice += "; a smaller memory_reserve_bytes (--memory-reserve) leaves less to the rest of the system"
+        advice += "; a smaller --memory-reserve-bytes leaves less to the rest of the system"
     return advice
 
 

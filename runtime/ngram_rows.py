@@ -101,13 +101,15 @@ class NgramRows:
         self._start_prefetch()
         return {**inputs, **found}
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
-        """Say which tokens will come after the next step: their rows are read while that runs."""
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
+        """Say which tokens will come after the next step: their rows are read while that runs, or from now on."""
         reach = max((table.reach for table in self._tables.values()), default=0)
         self._announced = []
         for window in windows:
             first = max(0, window.start - reach)
             self._announced.append((list(window.token_ids[first : window.stop]), window.start - first))
+        if at_once:
+            self._start_prefetch()
 
     def close(self) -> None:
         self._is_closed = True
@@ -169,7 +171,8 @@ class _Table:
         self._reader = DequantizingReader(spec, source)
         self._dtype = dtype_from_name(spec.dtype)
         self._width = int(spec.shape[-1]) // len(spec.head_sizes)
-        self._cache = RowCache(cache_bytes // (self._width * self._dtype.itemsize), self._width, self._dtype)
+        row = self._width, self._dtype
+        self._cache = RowCache(RowCache.capacity_within(cache_bytes, *row), *row)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ngram-rows")
         self._prefetches: list[_Prefetch] = []
 

@@ -43,8 +43,9 @@ class NgramTable(Protocol):
         """The inputs of a step (on the CPU) with what they lack. `UnreadableRowsError` leaves all as it was."""
         ...
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
-        """Say which tokens will come after the next step that is completed."""
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
+        """Say which tokens will come after the next step that is completed, or in it if nothing runs before it and the
+        reading can begin ``at_once``."""
         ...
 
     def close(self) -> None:
@@ -65,7 +66,7 @@ class ResidentTable:
     def complete(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return inputs
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
         """It is all here."""
 
     def close(self) -> None:

@@ -12,6 +12,8 @@ _WAYS = 8
 """Places that a row may be in."""
 _EMPTY = -1
 _STAGED_ROWS = 512
+_STAGED_SHARE = 8
+"""Rows that are copied in one turn, and how many times as many the cache has at least."""
 
 
 class RowCache:
@@ -27,11 +29,18 @@ class RowCache:
         # Torch copies rows of integers several times as fast as rows of BF16.
         self._element = torch.int64 if row_bytes % 8 == 0 else torch.uint8
         self._memory = torch.empty(self._num_sets * ways, row_bytes // self._element.itemsize, dtype=self._element)
-        self._staging = self._memory.new_empty(_STAGED_ROWS, self._memory.shape[1])
+        num_staged = max(1, min(_STAGED_ROWS, self.capacity // _STAGED_SHARE))
+        self._staging = self._memory.new_empty(num_staged, self._memory.shape[1])
         self._ids = np.full((self._num_sets, ways), _EMPTY, dtype=np.int64)
         self._last_used = np.zeros((self._num_sets, ways), dtype=np.int64)
         self._clock = 0
         self._lock = Lock()
+
+    @staticmethod
+    def capacity_within(num_bytes: int, width: int, dtype: torch.dtype) -> int:
+        """How many rows a cache has that takes no more than ``num_bytes``."""
+        row_bytes = width * dtype.itemsize
+        return num_bytes // (row_bytes + -(-row_bytes // _STAGED_SHARE) + 2 * np.int64().itemsize)
 
     @property
     def capacity(self) -> int:

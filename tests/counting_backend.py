@@ -24,7 +24,7 @@ class CountingBackend:
         self.steps: list[dict[str, Any]] = []
         self.error: BaseException | None = None
 
-    def prefetch(self, windows: Iterable[TokenWindow]) -> None:
+    def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
         """It reads nothing."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:

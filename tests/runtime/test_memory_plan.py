@@ -18,6 +18,7 @@ from qwen4exp_trt.runtime.cuda_device import limit_allocations
 from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, Manifest
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan, plan_memory
+from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.program_text import load_program
 
 MIB, GIB = 2**20, 2**30
@@ -82,14 +83,14 @@ def test_fewer_pages_are_taken_where_memory_is_short(
 def test_a_bundle_too_large_for_memory_that_is_one(tiny_bundle: Path, machine: SimpleNamespace, device: str) -> None:
     """With a table of figures, and also where CUDA would call more of it free."""
     full = plan(tiny_bundle, device, memory_reserve_bytes=0)
-    machine.available = OVERHEAD[device] + 3 * GIB
+    machine.available = 4 * GIB + OVERHEAD[device] // 2
     with pytest.raises(BundleError) as caught:
         plan(tiny_bundle, device)
     message = str(caught.value)
     weights = uses(full)["weights"] / MIB
     assert f"\nweights: {weights:.2f} MiB;\n" in message and " in all: " in message.replace("\n", " ")
     assert f"where {machine.available / GIB:,.2f} GiB are available less 4.00 GiB in reserve" in message
-    assert "--ple-residency disk" in message and "--memory-reserve" in message
+    assert "--ple-residency disk" in message and "--memory-reserve-bytes" in message
     assert plan(tiny_bundle, device, memory_reserve_bytes=2 * GIB).num_blocks == FULL_BATCH
 
 
@@ -115,7 +116,7 @@ def test_what_stays_on_the_host_counts_there(tiny_bundle: Path, machine: SimpleN
     found = plan_memory([program], manifest, LoadOptions(), torch.device("cuda"))
     assert found.needed(found.host) == table.tensor.num_bytes({})
     machine.available = 4 * GIB
-    with pytest.raises(BundleError, match=r"too much for the memory of this machine, where 4.00 GiB are"):
+    with pytest.raises(BundleError, match=r"nothing is left of the memory of this machine, where 4\.00 GiB are"):
         plan_memory([program], manifest, LoadOptions(), torch.device("cuda"))
 
 
@@ -125,13 +126,26 @@ def test_other_uses_count(tiny_bundle: Path, machine: SimpleNamespace) -> None:
         plan(tiny_bundle, other_uses={"prefix cache": 6 * GIB})
 
 
+def test_the_remedy_is_what_is_too_large(tiny_bundle: Path, machine: SimpleNamespace) -> None:
+    caches = PrefixCacheOptions(host_cache_bytes=20 * GIB)
+    with pytest.raises(BundleError, match=r"Give a smaller --host-cache-bytes, or free memory$"):
+        plan(tiny_bundle, prefix_cache=caches)
+    with pytest.raises(BundleError, match=r"Give a smaller --host-cache-bytes, or free memory$"):
+        machine.is_integrated = False
+        plan(tiny_bundle, "cuda", prefix_cache=caches)
+    with pytest.raises(
+        BundleError, match=r"nothing is left .* 10\.00 GiB are available less 11\.00 GiB in reserve; fre"
+    ):
+        plan(tiny_bundle, memory_reserve_bytes=11 * GIB)
+
+
 def test_it_is_refused_before_anything_is_read(
     tiny_bundle: Path, machine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("open_weight_files", "allocate_states", "load_weights"):
         monkeypatch.setattr(f"qwen4exp_trt.runtime.backend.{name}", None)
     machine.available = 4 * GIB
-    with pytest.raises(BundleError, match="the bundle does not fit"):
+    with pytest.raises(BundleError, match="nothing is left of the memory of this machine"):
         LLM(tiny_bundle)
 
 

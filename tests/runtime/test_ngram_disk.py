@@ -1,4 +1,4 @@
-"""An n-gram table on disk whose files fail under a running model: the requests that need it end, the others go on."""
+"""Models with an n-gram table on disk: rows that are read ahead, files that fail, memory that stays bounded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import bundles
 import pytest
 from serving import assert_idle, generated, ids
 
-from qwen4exp_trt.errors import DroppedError
+from qwen4exp_trt.errors import BundleError, DroppedError
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
+from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.sequence import Sequence
 from qwen4exp_trt.runtime.specs import PleResidency
 
@@ -143,3 +144,53 @@ def test_rows_of_the_next_chunk_are_read_while_a_step_runs(bundle: Path, monkeyp
     ahead = [count for name, count in read if name.startswith("ngram-rows")]
     in_step = [count for name, count in read if not name.startswith("ngram-rows")]
     assert len(ahead) >= 5 and len(in_step) == 1, "6 chunks behind the first"
+
+
+def test_a_restored_prefix_brings_its_tokens_along(bundle: Path) -> None:
+    """The hash of the first tokens behind it looks back at them: they are a state like others."""
+    prefix = list(range(100, 132))
+    prompts = [ids([*prefix, *tail]) for tail in ([7, 8, 9], [9, 8], list(range(20)))]
+    plain, caching = LLM(bundle, enable_prefix_caching=False), LLM(bundle)
+    expected = [generated(plain.generate(prompt, GREEDY)[0]) for prompt in prompts]
+    outputs = [caching.generate(prompt, GREEDY)[0] for prompt in prompts]
+    assert [generated(output) for output in outputs] == expected
+    assert [output.metrics.num_cached_tokens for output in outputs] == [0, 32, 32]
+
+
+def test_long_use_keeps_to_the_budget(bundle: Path) -> None:
+    """Prompts of many lengths, most of whose rows are new."""
+    llm = LLM(bundle, row_cache_bytes=2**14, enable_prefix_caching=False)
+    rows = llm.core.backend.rows  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(rows, NgramRows)
+    (table,) = rows._tables.values()
+    kept, threads = table.cache_bytes, threading.active_count()
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    for length in range(1, 40):
+        prompts = [[(17 * length + 5 * index + step) % 300 + 10 for index in range(length)] for step in (0, 101)]
+        llm.generate([ids(prompt) for prompt in prompts], params)
+        assert len(table._prefetches) <= 2
+    assert 2**13 < table.cache_bytes == kept <= 2**14
+    assert threading.active_count() <= threads + 1
+
+
+def test_a_closed_model_reads_nothing(bundle: Path) -> None:
+    """The numbers of its files may be another's by now."""
+    llm = LLM(bundle)
+    llm.close()
+    with pytest.raises(BundleError, match="the files of the n-gram table are closed"):
+        llm.core.score([1, 2, 3])
+
+
+def test_tokens_that_come_in_the_next_step_are_read_at_once(bundle: Path) -> None:
+    """While something else runs, such as a draft head; what is before them counts."""
+    llm = LLM(bundle)
+    rows = llm.core.backend.rows  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(rows, NgramRows)
+    (table,) = rows._tables.values()
+    prompt = list(range(40, 60))
+    rows.prefetch([TokenWindow(prompt, 12, 15), TokenWindow(prompt, 0, 1)], at_once=True)
+    (reading,) = table._prefetches
+    reading.future.result()
+    whole = table._rows_of([(prompt, 0)]).reshape(len(prompt), -1)
+    for token in range(len(prompt)):
+        assert table._cache.has(whole[token]).all() == (token in (0, 12, 13, 14)), token
