@@ -42,9 +42,9 @@ class PrefixCache(Protocol):
         ...
 
     def evict(self, num_pages: int) -> int:
-        """Drop what was least recently used until ``num_pages`` pages are free that were not, or nothing is left.
+        """Drop what was least recently used until ``num_pages`` pages are free that were not, or no more can become.
 
-        Returns how many became free. Pages that a sequence holds as well are dropped without becoming free.
+        Returns how many became free. Pages that a sequence holds as well stay.
         """
         ...
 

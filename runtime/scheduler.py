@@ -81,7 +81,7 @@ class Scheduler:
         """Of the step that is being made up."""
         self._looked_ahead: Sequence | None = None
         """The last waiting sequence that `upcoming` gave."""
-        self._num_steps = self._num_added = self._num_ended = 0
+        self._num_steps = self._num_added = self._num_freed = 0
         self._refused: tuple[Sequence, int, int] | None = None
         """Who was refused memory last, and at which state of it."""
 
@@ -164,7 +164,7 @@ class Scheduler:
             _take_out(queue, sequence)
         if sequence is self._looked_ahead:
             self._looked_ahead = None
-        self._num_ended += 1
+        self._num_freed += 1
         self._free(sequence)
 
     def acquire_memory(self, sequence: Sequence) -> bool:
@@ -194,9 +194,8 @@ class Scheduler:
     def _schedule_decoding(self, sequence: Sequence) -> None:
         room = sequence.max_len - len(sequence.token_ids) - 1
         num_drafts = max(min(len(sequence.draft_token_ids), DRAFT_ROWS - 1, room), 0)
-        # Drafts, those to come included, are not worth another's memory.
-        if not self._reserve_free(sequence, 1 + num_drafts + self.num_lookahead):
-            num_drafts = 0
+        if not self._reserve_unused(sequence, 1 + num_drafts + self.num_lookahead):
+            num_drafts = 0  # no other sequence gives way to drafts
             if not self._reserve(sequence, 1):
                 return
         self._entries[sequence] = ScheduledSequence(sequence, 1 + num_drafts, num_drafts)
@@ -208,7 +207,7 @@ class Scheduler:
         for sequence, num_tokens in zip(prompts, _shares(budget, wanted), strict=True):
             if not num_tokens or sequence.memory is None:
                 continue
-            if self._reserve_free(sequence, num_tokens + self.num_lookahead) or self._reserve(sequence, num_tokens):
+            if self._reserve_unused(sequence, num_tokens + self.num_lookahead) or self._reserve(sequence, num_tokens):
                 self._entries[sequence] = ScheduledSequence(sequence, num_tokens)
 
     def _chunk_wanted(self, sequence: Sequence) -> int:
@@ -216,29 +215,31 @@ class Scheduler:
         until_boundary = sequence.num_tokens_left if boundary is None else boundary - sequence.num_computed
         return min(sequence.num_tokens_left, until_boundary, self.limits.prefill_chunk)
 
-    def _reserve_free(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Pages for a step of up to ``num_tokens``, from those that no sequence holds."""
-        rows = min(num_tokens, sequence.max_len - sequence.num_computed)
-        return self.states.reserve(sequence, rows) or (
-            self._make_room(lambda: self.states.num_missing(sequence, rows), []) and self.states.reserve(sequence, rows)
-        )
-
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Pages for a step, if need be from others; else the sequence itself gives way."""
-        if self.states.reserve(sequence, num_tokens):
-            return True
         behind = self._running[bisect_left(self._running, sequence.place_in_line, key=_PLACE) + 1 :]
-        if self._make_room(lambda: self.states.num_missing(sequence, num_tokens), behind):
-            return self.states.reserve(sequence, num_tokens)
+        if self._reserve_from(behind, sequence, num_tokens):
+            return True
         self._preempt(sequence)
         return False
+
+    def _reserve_unused(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Pages for a step that no other sequence needs, as far as the sequence can get; False if they are too few."""
+        return self._reserve_from([], sequence, min(num_tokens, sequence.max_len - sequence.num_computed))
+
+    def _reserve_from(self, victims: list[Sequence], sequence: Sequence, num_tokens: int) -> bool:
+        return self.states.reserve(sequence, num_tokens) or (
+            self._make_room(lambda: self.states.num_missing(sequence, num_tokens), victims)
+            and self.states.reserve(sequence, num_tokens)
+        )
 
     def _admit(self) -> None:
         while self._waiting:
             sequence = self._waiting[0]
-            state = (sequence, self._num_ended, self.states.blocks.num_releases)
-            if self._refused == state or not self._start(sequence):
-                self._refused = (sequence, self._num_ended, self.states.blocks.num_releases)
+            state = (sequence, self._num_freed, self.states.blocks.num_releases)
+            is_refused = self._refused == state and bool(self._running)
+            if is_refused or not self._start(sequence):
+                self._refused = state
                 return
             _take_out(self._waiting, sequence)
             insort(self._running, sequence, key=_PLACE)
@@ -260,9 +261,15 @@ class Scheduler:
         if not self.states.start(sequence):
             return False
         num_restored = self.prefix_cache.restore(sequence)
-        if not self.states.reserve(sequence, sequence.num_tokens_left):
-            self._free(sequence)
-            return False
+        if not self._reserve_from(lower, sequence, sequence.num_tokens_left):
+            # A draft head writes into the last page of what is restored: where the pool has none for a copy, and nobody
+            # is waited for, the cache has to give up its own.
+            num_restored = 0
+            self.prefix_cache.release(sequence)
+            self.states.rewind(sequence)
+            if self._running or not self._reserve_from([], sequence, sequence.num_tokens_left):
+                self._free(sequence)
+                return False
         if not sequence.metrics.num_preemptions:
             self.metrics.cached(sequence.metrics, len(sequence.token_ids), num_restored)
         return True
@@ -294,6 +301,7 @@ class Scheduler:
         _take_out(self._running, sequence)
         self._entries.pop(sequence, None)
         self._free(sequence)
+        self._num_freed += 1
         insort(self._waiting, sequence, key=_PLACE)
         self.metrics.preempted(sequence.metrics)
 

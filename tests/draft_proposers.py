@@ -25,7 +25,8 @@ class GivenDrafts:
         self._propose = propose
 
     def observe(self, entries: Sequence[ScheduledSequence], stack: Tensor | None) -> None:
-        assert all(entry.sequence.memory is not None or entry.sequence.error is not None for entry in entries)
+        """Whatever was not dropped still has its memory."""
+        assert all((entry.sequence.memory is None) == (entry.sequence.error is not None) for entry in entries)
 
     def propose(self, wanted: Sequence[tuple[RequestSequence, int]]) -> None:
         for sequence, count in wanted:

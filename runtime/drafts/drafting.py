@@ -40,8 +40,8 @@ class Proposer(Protocol):
     def observe(self, entries: SequenceOf[ScheduledSequence], stack: Tensor | None) -> None:
         """A step has run and is committed.
 
-        ``entries``: all that it ran. Those that were dropped have no memory any more, those that have just ended have.
-        ``stack``: the model's rows ``[T, W]`` of their tokens, where a program has this output.
+        ``entries``: all that it ran. Sequences that were dropped have no memory any more, those that have ended still
+        have. ``stack``: the model's rows ``[T, W]`` of their tokens, where a program has this output.
         """
         ...
 

@@ -26,10 +26,15 @@ class CacheCounters:
     """Lookups (one for each time that a sequence starts), those that restored something, and tokens of both."""
 
     lookups: int = 0
-    hits: int = 0
     lookup_tokens: int = 0
+    hits_by_tier: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    """By the tier that had the snapshot."""
     hit_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     """By the tier that had the page."""
+
+    @property
+    def hits(self) -> int:
+        return sum(self.hits_by_tier.values())
 
 
 @dataclass(eq=False)
@@ -91,28 +96,28 @@ class PrefixCache:
         self.counters.lookup_tokens += len(sequence.token_ids)
         while path := self._longest(walked):
             self.tiers.touch(path)
-            tiers: list[Tier | None] = [self.tiers.tier_of(node, "page") for node in path]
+            of_snapshot = self.tiers.tier_of(path[-1], "slot")
+            of_pages: list[Tier | None] = [self.tiers.tier_of(node, "page") for node in path]
             pages = self.tiers.load_pages(path)
-            if pages is None and self._longest(walked) == path:
-                break  # nothing is damaged: there are too few pages
-            if pages is None:
-                continue
-            slot = self.tiers.load_slot(path[-1])
-            if slot is None:
-                self._states.blocks.release(pages)
+            slot = None if pages is None else self.tiers.load_slot(path[-1])
+            if pages is None or slot is None:
+                self._states.blocks.release(pages or ())
+                if self._longest(walked) == path:
+                    return 0  # nothing is damaged: there are too few pages, or there is no memory
                 continue
             length = len(path) * self._block_size
             rows = self.tiers.layouts["slot"].rows(slot)
             self._states.restore_pages(sequence, pages, rows, range(length, length + 1))
             tracked.num_kept = len(path)
             self.tiers.touch_disk(path)
-            self._count_hit(tiers)
+            self._count_hit(of_snapshot, of_pages)
             return length
         return 0
 
-    def _count_hit(self, tiers: Iterable[Tier | None]) -> None:
-        self.counters.hits += 1
-        for tier in tiers:
+    def _count_hit(self, snapshot: Tier | None, pages: Iterable[Tier | None]) -> None:
+        if snapshot is not None:
+            self.counters.hits_by_tier[snapshot] += 1
+        for tier in pages:
             if tier is not None:
                 self.counters.hit_tokens[tier] += self._block_size
 

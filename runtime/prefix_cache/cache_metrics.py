@@ -15,13 +15,16 @@ def cache_metrics(cache: PrefixCache) -> Iterator[Metric]:
     disk = DiskCounters() if tiers.store is None else tiers.store.counters
     evicted = (tiers.counters.evicted_from_device, tiers.counters.evicted_from_host, disk.evicted)
     yield _counter("lookups", "Sequences that started, or went on after a preemption.", {"": counters.lookups})
-    yield _counter("successful_lookups", "Those of them for which a prefix was restored.", {"": counters.hits})
+    hits = {**counters.hits_by_tier}
+    yield _counter("successful_lookups", "Those that restored a prefix, by where its snapshot was.", hits)
     yield _counter("hit_tokens", "Tokens that were restored, by where their pages were.", {**counters.hit_tokens})
     yield _counter("evictions", "Pages and snapshots that a tier had no room for.", _by_tier(evicted))
     yield _counter("blobs_written", "Pages and snapshots written to disk.", {"": disk.written})
     yield _counter("blobs_dropped", "Those that were not, since the disk was too slow.", {"": disk.dropped})
     yield _counter("blob_write_errors", "Those that could not be written.", {"": disk.write_errors})
     yield _counter("blobs_refused", "Those on disk that were damaged or of something else.", {"": disk.damaged})
+    failed = tiers.counters.failed_copies
+    yield _counter("failed_copies", "Pages and snapshots that were not moved for lack of memory.", {"": failed})
     sizes = _by_tier([tiers.bytes_of(tier) for tier in TIERS])
     yield Metric(f"{PREFIX}prefix_cache_bytes", "gauge", "What a tier holds.", _samples(sizes))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import threading
 import time
@@ -25,8 +26,10 @@ from qwen4exp_trt.runtime.prefix_cache.sized_lru import SizedLRU
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".blob"
 _PARTIAL = ".partial"
+_BLOB_PATH = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}\.(page|slot)\.blob")
+_PARTIAL_PATH = re.compile(r"[0-9a-f]{32}/\.[0-9a-f]{16}\.partial")
+"""What is ours in the folder. Whatever else is there is never removed, and no blob."""
 _STALE_SECONDS = 3600
 """A partial file older than that was left by a process that was killed."""
 _SECONDS_BETWEEN_SCANS = 60
@@ -201,7 +204,7 @@ class DiskStore:
                     os.replace(partial, self._own / blob.name)
                     is_written = True
             self._has_failed = False
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter from a GPU that was lost with what it was to copy
             if not self._has_failed:  # one line for a disk that stays full
                 logger.warning("prefix cache: cannot write to %s: %s", self._own, error)
             self._has_failed = True
@@ -232,13 +235,13 @@ class DiskStore:
     def _scan(self) -> None:
         """Take stock of all blobs, the longest unused first, and remove partial files that nobody writes any more."""
         self._scanned, found, now = time.monotonic(), [], time.time()
-        for path in self.folder.glob(f"*/*{SUFFIX}"):
+        for path in self.folder.glob("*/*"):
+            name = path.relative_to(self.folder).as_posix()
             with suppress(OSError):  # removed meanwhile
-                stat = path.stat()
-                found.append((stat.st_mtime, path.relative_to(self.folder).as_posix(), stat.st_size))
-        for path in self.folder.glob(f"*/.*{_PARTIAL}"):
-            with suppress(OSError):
-                if now - path.stat().st_mtime > _STALE_SECONDS:
+                if _BLOB_PATH.fullmatch(name):
+                    stat = path.stat()
+                    found.append((stat.st_mtime, name, stat.st_size))
+                elif _PARTIAL_PATH.fullmatch(name) and now - path.stat().st_mtime > _STALE_SECONDS:
                     path.unlink()
         with self._changed:
             files: SizedLRU[str] = SizedLRU(self._files.budget)

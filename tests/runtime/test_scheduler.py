@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen4exp_trt.errors import RequestError
-from qwen4exp_trt.runtime.hooks import NoPrefixCache
+from qwen4exp_trt.runtime.hooks import Match, NoPrefixCache
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.sampler import SampledToken
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
@@ -37,6 +37,48 @@ class Boundaries(NoPrefixCache):
         return (sequence.num_computed // self.interval + 1) * self.interval
 
 
+class KeepingCache(NoPrefixCache):
+    """Keeps the pages of every sequence up to its last boundary, for those with the same number in their names."""
+
+    def __init__(self) -> None:
+        self.states: SequenceStates
+        self.kept: dict[str, list[int]] = {}
+
+    def match(self, sequence: Sequence) -> Match | None:
+        length = self._length(sequence)
+        return Match(length, length // self.states.block_size) if length else None
+
+    def restore(self, sequence: Sequence) -> int:
+        length = self._length(sequence)
+        if length:
+            blocks = self.kept[sequence.request_id[0]][: length // self.states.block_size]
+            self.states.blocks.share(blocks)
+            self.states.restore_pages(sequence, blocks, {}, range(length, length + 1))
+        return length
+
+    def after_step(self, sequence: Sequence) -> None:
+        name, count = sequence.request_id[0], sequence.num_computed // self.states.block_size
+        if sequence.memory is not None and count > len(self.kept.get(name, [])):
+            blocks = sequence.memory.blocks[:count]
+            self.states.blocks.share(blocks)
+            self.states.blocks.release(self.kept.get(name, []))
+            self.kept[name] = blocks
+
+    def evict(self, num_pages: int) -> int:
+        freed = 0
+        for name in list(self.kept):
+            while freed < num_pages and self.kept[name] and not self.states.blocks.is_shared(self.kept[name][-1]):
+                self.states.blocks.release([self.kept[name].pop()])
+                freed += 1
+        return freed
+
+    def _length(self, sequence: Sequence) -> int:
+        """At least one token is left."""
+        kept = len(self.kept.get(sequence.request_id[0], [])) * self.states.block_size
+        longest = (len(sequence.token_ids) - 1) // self.states.block_size * self.states.block_size
+        return min(kept, longest)
+
+
 @dataclass
 class Simulation:
     """Runs a scheduler without a model and checks at each step what must always hold."""
@@ -46,12 +88,15 @@ class Simulation:
     max_num_seqs: int | None = None
     cache: NoPrefixCache = field(default_factory=NoPrefixCache)
     num_lookahead: int = 0
+    num_rewritten: int = 0
     scheduler: Scheduler = field(init=False)
     started: list[str] = field(default_factory=list)
     """Names in the order of their first steps."""
 
     def __post_init__(self) -> None:
-        states = SequenceStates(StatePool((), {}), self.limits, self.num_blocks)
+        states = SequenceStates(StatePool((), {}), self.limits, self.num_blocks, self.num_rewritten)
+        if isinstance(self.cache, KeepingCache):
+            self.cache.states = states
         self.scheduler = Scheduler(self.limits, states, self.max_num_seqs, self.cache, self.num_lookahead)
 
     @property
@@ -74,6 +119,7 @@ class Simulation:
             for _ in range(accepted + 1 if samples else 0):
                 if sequence.finish_reason is None:
                     sequence.append(SampledToken(0, 0.0, 1, None))
+            self.cache.after_step(sequence)
             if sequence.finish_reason is not None:
                 self.scheduler.finish(sequence)
         return {entry.sequence.request_id: entry.num_tokens for entry in scheduled}
@@ -96,7 +142,13 @@ class Simulation:
         slots = [memory.slot for memory in memories]
         assert sorted(slots + scheduler.states._free_slots) == list(range(self.limits.num_slots)), "no slot lost"
         held = [block for memory in memories for block in memory.blocks]
-        assert sorted(held + blocks._free) == list(range(self.num_blocks)), "no page shared or lost"
+        if isinstance(self.cache, KeepingCache):
+            held += [block for kept in self.cache.kept.values() for block in kept]
+        assert [held.count(block) for block in range(self.num_blocks)] == blocks._references, "no page lost"
+        for entry in scheduled:
+            first = entry.start // self.limits.block_size
+            assert entry.sequence.memory is not None
+            assert not any(map(blocks.is_shared, entry.sequence.memory.blocks[first:])), "what is written is its own"
         counts = {entry.sequence: entry.num_tokens for entry in scheduled}
         assert sum(counts.values()) <= self.limits.max_step_tokens
         for entry in scheduled:
@@ -268,6 +320,46 @@ def test_a_stream_of_higher_priorities_does_not_hold_up_a_lower_one_for_ever() -
     assert simulation.started.index("low") in range(AGING_STEPS - 10, AGING_STEPS + 2)
 
 
+class Fickle(NoPrefixCache):
+    """Promises a page that it then has not, and keeps one that it could give back."""
+
+    def __init__(self) -> None:
+        self.states: SequenceStates | None = None
+        self.blocks: list[int] = []
+
+    def match(self, sequence: Sequence) -> Match | None:
+        return Match(8, len(self.blocks))
+
+    def evict(self, num_pages: int) -> int:
+        assert self.states is not None
+        blocks, self.blocks = self.blocks, []
+        self.states.blocks.release(blocks)
+        return len(blocks)
+
+
+def test_a_start_with_less_from_the_cache_than_it_promised() -> None:
+    cache = Fickle()
+    simulation = Simulation(LIMITS, num_blocks=2, cache=cache)
+    cache.states = simulation.scheduler.states
+    cache.blocks = cache.states.blocks.allocate(1) or []
+    simulation.add(make_sequence("a", 9, 4))
+    assert simulation.step() == {"a": 9}
+
+
+@pytest.mark.parametrize("num_rewritten", [0, 1])
+def test_a_lone_sequence_runs_though_what_was_restored_for_it_fills_the_pages(num_rewritten: int) -> None:
+    """With a page to rewrite it needs one more than there are, unless it lets go of the cached one."""
+    cache = KeepingCache()
+    simulation = Simulation(LIMITS, 4, cache=cache, num_rewritten=num_rewritten)
+    simulation.add(make_sequence("a", 25, 3))
+    simulation.run()
+    assert len(cache.kept["a"]) == 3
+    simulation.add(again := make_sequence("a again", 32 - 3, 3))
+    assert simulation.step() == ({"a again": 29} if num_rewritten else {"a again": 5})
+    simulation.run()
+    assert again.finish_reason == "length" and again.metrics.num_cached_tokens == (0 if num_rewritten else 24)
+
+
 def test_finish_takes_a_waiting_sequence_out_and_is_harmless_twice() -> None:
     simulation = Simulation(LIMITS, 8)
     first, second, third = (make_sequence(name, 60, 1) for name in "abc")
@@ -333,6 +425,7 @@ ARRIVALS = st.builds(
     extra_blocks=st.integers(0, 20),
     num_lookahead=st.integers(0, 3),
     drafts=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=20),
+    keeps=st.booleans(),
 )
 def test_every_request_is_served_and_returns_its_memory(
     arrivals: list[Arrival],
@@ -340,10 +433,14 @@ def test_every_request_is_served_and_returns_its_memory(
     extra_blocks: int,
     num_lookahead: int,
     drafts: list[tuple[int, int]],
+    keeps: bool,
 ) -> None:
-    """``drafts``: how many are proposed and accepted in a step."""
+    """``drafts``: how many are proposed and accepted in a step. ``keeps``: whether there is a prefix cache."""
     num_blocks = limits.blocks_per_seq + extra_blocks
-    simulation = Simulation(limits, num_blocks, num_lookahead=num_lookahead)
+    cache = KeepingCache() if keeps else NoPrefixCache()
+    simulation = Simulation(
+        limits, num_blocks, cache=cache, num_lookahead=num_lookahead, num_rewritten=min(num_lookahead, 1)
+    )
     sequences = {
         arrival: make_sequence(str(index), arrival.num_prompt, arrival.max_tokens, arrival.priority)
         for index, arrival in enumerate(arrivals)
@@ -365,6 +462,7 @@ def test_every_request_is_served_and_returns_its_memory(
         if arrival.lifetime is None:
             assert len(sequence.token_ids) == arrival.num_prompt + arrival.max_tokens
     assert simulation.scheduler.num_unfinished == 0
+    cache.evict(num_blocks)
     assert (simulation.scheduler.num_free_blocks, simulation.scheduler.num_free_slots) == (num_blocks, limits.num_slots)
 
 

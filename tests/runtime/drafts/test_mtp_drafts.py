@@ -358,3 +358,16 @@ def test_a_reduced_vocabulary_drafts_its_own_ids(mtp_bundle: Path, tmp_path: Pat
     sampled = SamplingParams(temperature=3.0, seed=1, max_tokens=40, ignore_eos=True, repetition_penalty=1.1)
     (output,) = llm.generate(ids(PROMPTS[0]), sampled)
     assert output.metrics.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("length", [24, 31])
+def test_a_known_prompt_that_needs_every_page_runs(mtp_bundle: Path, length: int) -> None:
+    """The head writes into the last page of what is restored, and the pool has none for a copy of it."""
+    prompt, params = list(range(3, 3 + length)), SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    core = LLM(mtp_bundle, speculate="mtp:3", num_blocks=-(-(length + 16) // 8)).core
+    for _ in range(3):
+        sequence = core.make_sequence(None, prompt, params)
+        core.add(sequence)
+        for _ in range(40):
+            core.step()
+        assert sequence.finish_reason == "length"

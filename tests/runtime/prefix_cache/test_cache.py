@@ -201,7 +201,7 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
     run(simulation, PROMPT)
     simulation.reopen()
     simulation.cache.close()
-    other = Simulation((2, 0, 50), tmp_path / "cache", identity=b"other")
+    other = Simulation((2, 0, 50), tmp_path / "cache", identity=bytes(range(16)))
     assert restored(other, PROMPT) == 0
     run(other, PROMPT)
     other.cache.close()
@@ -241,6 +241,23 @@ def test_what_a_failed_sequence_computed_is_forgotten(tmp_path: Path) -> None:
     assert restored(simulation, [*PROMPT, *range(30, 37)]) == 8, "what another had computed stays"
     simulation.reopen()
     assert restored(simulation, [*PROMPT, *range(30, 37)]) == 8
+    simulation.cache.close()
+
+
+def test_without_memory_for_copies_nothing_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation((1, 4, 50), tmp_path / "cache", interval=8)
+    run(simulation, PROMPT)
+    simulation.is_memory_short = True
+    with caplog.at_level(logging.WARNING):
+        run(simulation, [*PROMPT, *range(30, 37)])
+        simulation.cache.evict(NUM_PAGES)
+        assert restored(simulation, PROMPT) == 0
+    assert len(caplog.records) == 1
+    assert simulation.cache.tiers.counters.failed_copies > 1
+    simulation.check()
+    simulation.is_memory_short = False
+    run(simulation, PROMPT)
+    assert restored(simulation, PROMPT) == 8
     simulation.cache.close()
 
 

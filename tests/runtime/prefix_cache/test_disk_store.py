@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ from qwen4exp_trt.runtime.prefix_cache.disk_store import BlobRequest, DiskStore
 from qwen4exp_trt.runtime.prefix_cache.packed_rows import PackedRow
 
 SIZE = 1000
-FILE_SIZE = blob_size(header_bytes(name="0.blob"), SIZE)
+MODEL, OTHER = "0" * 32, "1" * 32
+
+
+def name_of(number: int) -> str:
+    return f"{number:032x}.page.blob"
+
+
+FILE_SIZE = blob_size(header_bytes(name=name_of(0)), SIZE)
 
 Open = Callable[..., DiskStore]
 
@@ -28,7 +36,7 @@ Open = Callable[..., DiskStore]
 def open_store(tmp_path: Path) -> Iterator[Open]:
     stores = []
 
-    def open_one(model: str = "model", budget: int = 10**6, queue_bytes: int = 10**6) -> DiskStore:
+    def open_one(model: str = MODEL, budget: int = 10**6, queue_bytes: int = 10**6) -> DiskStore:
         stores.append(DiskStore(tmp_path / "cache", model, budget, queue_bytes))
         return stores[-1]
 
@@ -39,7 +47,7 @@ def open_store(tmp_path: Path) -> Iterator[Open]:
 
 def blob(number: int, value: int = -1) -> BlobRequest:
     """Blob ``number``, with that number in all its bytes, or with ``value``."""
-    name = f"{number}.blob"
+    name = name_of(number)
     fill = number if value < 0 else value
     return BlobRequest(name, header_bytes(name=name), PackedRow((torch.full((SIZE,), fill, dtype=torch.uint8),)))
 
@@ -61,7 +69,7 @@ def read(store: DiskStore, number: int) -> bool:
 def test_a_blob_outlives_the_store(open_store: Open) -> None:
     first = open_store()
     write(first, 1, 2)
-    assert "1.blob" in first and first.is_written("1.blob") and first.num_bytes == 2 * FILE_SIZE
+    assert name_of(1) in first and first.is_written(name_of(1)) and first.num_bytes == 2 * FILE_SIZE
     first.close()
     again = open_store()
     assert read(again, 1) and read(again, 2) and not read(again, 3)
@@ -72,34 +80,34 @@ def test_a_blob_outlives_the_store(open_store: Open) -> None:
 def test_the_least_recently_used_go_first(open_store: Open) -> None:
     store = open_store(budget=3 * FILE_SIZE)
     write(store, 1, 2, 3)
-    store.use(["1.blob"])
+    store.use([name_of(1)])
     write(store, 4)
     assert [read(store, number) for number in (1, 2, 3, 4)] == [True, False, True, True]
     assert (store.counters.evicted, store.num_bytes) == (1, 3 * FILE_SIZE)
-    assert sorted(os.listdir(store.folder / "model")) == ["1.blob", "3.blob", "4.blob"]
+    assert sorted(os.listdir(store.folder / MODEL)) == [name_of(1), name_of(3), name_of(4)]
 
 
 def test_use_is_remembered_over_a_restart(open_store: Open) -> None:
     store = open_store()
     write(store, 1, 2, 3)
     for number in (1, 2, 3):
-        os.utime(store.folder / "model" / f"{number}.blob", (number, number))
-    store.use(["1.blob"])
+        os.utime(store.folder / MODEL / name_of(number), (number, number))
+    store.use([name_of(1)])
     store.close()
     again = open_store(budget=3 * FILE_SIZE)
     write(again, 4)
-    assert [again.is_written(f"{number}.blob") for number in (1, 2, 3, 4)] == [True, False, True, True]
+    assert [again.is_written(name_of(number)) for number in (1, 2, 3, 4)] == [True, False, True, True]
 
 
 def test_the_budget_is_that_of_all_models(open_store: Open) -> None:
-    other = open_store("other")
+    other = open_store(OTHER)
     write(other, 1)
     other.close()
     store = open_store(budget=2 * FILE_SIZE)
     assert store.num_bytes == FILE_SIZE
-    assert "1.blob" not in store, "it is another model's"
+    assert name_of(1) not in store, "it is another model's"
     write(store, 2, 3)
-    assert os.listdir(store.folder / "other") == []
+    assert os.listdir(store.folder / OTHER) == []
 
 
 def test_a_blob_beyond_the_budget_is_not_taken(open_store: Open) -> None:
@@ -120,7 +128,7 @@ def test_a_full_queue_takes_nothing(open_store: Open, monkeypatch: pytest.Monkey
         assert store.has_room(SIZE)
         store.put(blob(number))
     assert not store.has_room(SIZE), "what is being written counts as well"
-    assert "1.blob" in store and not store.is_written("1.blob")
+    assert name_of(1) in store and not store.is_written(name_of(1))
     go_on.set()
     assert store.flush(10) and store.has_room(SIZE)
     assert store.counters.written == 2
@@ -132,11 +140,11 @@ def test_one_removed_while_it_waits_is_not_written(open_store: Open, monkeypatch
     store = open_store()
     for number in (1, 2):
         store.put(blob(number))
-    store.remove("1.blob")
-    store.remove("2.blob")
+    store.remove(name_of(1))
+    store.remove(name_of(2))
     go_on.set()
     assert store.flush(10)
-    assert os.listdir(store.folder / "model") == []
+    assert os.listdir(store.folder / MODEL) == []
     write(store, 1)
     assert read(store, 1)
 
@@ -156,7 +164,7 @@ def damage_flipped(path: Path) -> None:
 
 
 def damage_swapped(path: Path) -> None:
-    shutil.copyfile(path.with_name("2.blob"), path)
+    shutil.copyfile(path.with_name(name_of(2)), path)
 
 
 def damage_folder(path: Path) -> None:
@@ -176,12 +184,12 @@ def test_a_damaged_blob_is_a_miss_and_one_log_line(
 ) -> None:
     store = open_store()
     write(store, 1, 2)
-    damage(store.folder / "model" / "1.blob")
+    damage(store.folder / MODEL / name_of(1))
     with caplog.at_level(logging.WARNING):
         assert [read(store, 1), read(store, 2)] == [False, True]
         assert not read(store, 1), "it is forgotten"
     (record,) = caplog.records
-    assert "1.blob is not used" in record.getMessage()
+    assert f"{name_of(1)} is not used" in record.getMessage()
     assert store.counters.damaged == 1
     if damage is not damage_folder:
         write(store, 1)
@@ -192,7 +200,7 @@ def test_a_damaged_blob_is_a_miss_and_one_log_line(
 def test_an_unreadable_blob_is_a_miss(open_store: Open) -> None:
     store = open_store()
     write(store, 1)
-    (store.folder / "model" / "1.blob").chmod(0)
+    (store.folder / MODEL / name_of(1)).chmod(0)
     assert not read(store, 1)
 
 
@@ -221,9 +229,22 @@ def test_a_full_disk_is_one_log_line(
     assert [record.getMessage() for record in caplog.records if "No space left" in record.getMessage()] != []
     assert len(caplog.records) == 1
     assert (store.counters.written, store.counters.write_errors) == (0, 3)
-    assert os.listdir(store.folder / "model") == [], "nothing half written is left"
+    assert os.listdir(store.folder / MODEL) == [], "nothing half written is left"
     assert not read(store, 1)
     monkeypatch.setattr(disk_store, "write_blob", write_blob)
+    write(store, 1)
+    assert read(store, 1)
+
+
+def test_a_copy_that_the_gpu_lost_is_not_written(open_store: Open) -> None:
+    class Lost:
+        def synchronize(self) -> None:
+            raise RuntimeError("the GPU is lost")
+
+    store, whole = open_store(), blob(1)
+    store.put(replace(whole, row=replace(whole.row, ready=Lost())))
+    assert store.flush(10), "the thread goes on"
+    assert store.counters.write_errors == 1
     write(store, 1)
     assert read(store, 1)
 
@@ -240,19 +261,38 @@ def test_two_processes_share_a_folder(open_store: Open, monkeypatch: pytest.Monk
         assert store.counters.write_errors == 0
         for number in (*range(1, 10), *range(101, 110)):
             read(store, number)  # right, or a miss
-    assert len(os.listdir(one.folder / "model")) <= 5, "the budget holds within what both write at once"
+    assert len(os.listdir(one.folder / MODEL)) <= 5, "the budget holds within what both write at once"
 
 
 def test_what_a_killed_process_left_is_removed(open_store: Open) -> None:
     store = open_store()
     write(store, 1)
-    old, new = (store.folder / "model" / f".{name}.partial" for name in ("old", "new"))
+    old, new = (store.folder / MODEL / f".{name * 16}.partial" for name in ("a", "b"))
     for path in (old, new):
         path.touch()
     os.utime(old, (0, 0))
     again = open_store()
     assert (old.exists(), new.exists()) == (False, True)
     assert again.num_bytes == FILE_SIZE
+
+
+def test_what_others_keep_in_the_folder_is_left_alone(open_store: Open) -> None:
+    store = open_store(budget=FILE_SIZE)
+    others = [
+        store.folder / "data" / "1.blob",
+        store.folder / MODEL / "mine.page.blob",
+        store.folder / MODEL / ".partial",
+    ]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(bytes(SIZE))
+        os.utime(path, (0, 0))
+    store.close()
+    again = open_store(budget=FILE_SIZE)
+    assert again.num_bytes == 0
+    write(again, 1, 2)
+    assert again.counters.evicted == 1
+    assert all(path.exists() for path in others)
 
 
 def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -267,5 +307,5 @@ def test_a_closed_store_takes_nothing(open_store: Open) -> None:
     store.close()
     assert not store.has_room(1)
     store.put(blob(1))
-    assert "1.blob" not in store
+    assert name_of(1) not in store
     store.close()

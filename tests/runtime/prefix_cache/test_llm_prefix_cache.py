@@ -210,7 +210,7 @@ def test_metrics(model: Model) -> None:
         for sample in metric.samples
     }
     assert values["qwen4exp_prefix_cache_lookups",] == 2
-    assert values["qwen4exp_prefix_cache_successful_lookups",] == 1
+    assert values["qwen4exp_prefix_cache_successful_lookups", "device"] == 1
     assert values["qwen4exp_prefix_cache_hit_tokens", "device"] == 32
     device_bytes = values["qwen4exp_prefix_cache_bytes", "device"]
     assert isinstance(device_bytes, int) and device_bytes > 0
