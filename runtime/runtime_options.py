@@ -37,7 +37,7 @@ RUNTIME_OPTIONS = (
     RuntimeOption(
         "checkpoint", "where the checkpoint is now", "where it was at the build", Path, {"metavar": "FOLDER"}
     ),
-    RuntimeOption("num_blocks", "pages of the KV cache", "enough for a full batch", int, {"metavar": "N"}),
+    RuntimeOption("num_blocks", "pages of the KV cache", "of a full batch, or what fits", int, {"metavar": "N"}),
     RuntimeOption(
         "max_num_seqs", "sequences that run at a time", "what the bundle is built for", int, {"metavar": "N"}
     ),
@@ -52,7 +52,9 @@ RUNTIME_OPTIONS = (
     RuntimeOption("disk_cache_bytes", "what that folder may take", "64 GiB", int, {"metavar": "BYTES"}),
     RuntimeOption("snapshot_interval", "tokens of a prompt between snapshots", "2048", int, {"metavar": "TOKENS"}),
     RuntimeOption("speculate", "drafts: mtp:K or ngram:K, with K from 1 to 7", "none", more={"metavar": "DRAFTS"}),
-    RuntimeOption("row_cache_bytes", "memory for rows of an n-gram table on disk", "64 MiB", int, {"metavar": "BYTES"}),
+    RuntimeOption(
+        "row_cache_bytes", "memory for rows of an n-gram table on disk", "64MiB", byte_count, {"metavar": "SIZE"}
+    ),
     RuntimeOption(
         "memory_reserve_bytes",
         "of the host's memory, what is left to other processes: a bundle that needs more is refused",

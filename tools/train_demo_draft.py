@@ -4,7 +4,8 @@
   puts the head into CHECKPOINT: a shard of its own, the index, keys of the config. The model's tensors stay.
 - `train_demo_draft.py evaluate CHECKPOINT HELDOUT JSON` measures acceptance on held-out and on greedy text.
 
-Training runs on a GPU if there is one, where it takes half a minute, or on one CPU thread; in float32.
+Training runs in float32, on a GPU if there is one. On one CPU thread `--windows 1000 --rows 4 --steps 750
+--learning-rate 2e-3` takes a quarter of an hour, and 51% of first drafts are accepted on held-out text instead of 61%.
 """
 
 from __future__ import annotations
@@ -51,18 +52,17 @@ def train(args: argparse.Namespace) -> None:
     stacks = [target.run(rows).stack.to(torch.bfloat16) for rows in windows]
     print(f"{args.windows} windows of {windows.shape[-1]} tokens {time.monotonic() - started:.0f} s", flush=True)
     optimizer = torch.optim.AdamW(split_decay(head.named_parameters(), args.weight_decay), betas=(0.9, 0.95))
-    steps = args.epochs * len(windows)
     sums: dict[str, Tensor | float] = {}
-    for step, batch in enumerate(_shuffled(len(windows), args.epochs, rng), start=1):
+    for step, batch in zip(range(1, args.steps + 1), _shuffled(len(windows), rng), strict=False):
         losses = draft_losses(drafts, windows[batch], target.from_stack(stacks[batch].float()))
         torch.stack([LOSS_WEIGHTS[name] * loss for name, loss in losses.items()]).sum().backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * _scale_learning_rate(step, steps)
+            group["lr"] = args.learning_rate * _scale_learning_rate(step, args.steps)
         optimizer.step()
         optimizer.zero_grad()
         sums = {name: sums.get(name, 0.0) + loss.detach() for name, loss in losses.items()}
-        if step % args.report_every == 0 or step == steps:
+        if step % args.report_every == 0 or step == args.steps:
             count = (step - 1) % args.report_every + 1
             means = " ".join(f"{name} {total / count:.3f}" for name, total in sums.items())
             print(f"step {step} {means} {time.monotonic() - started:.0f} s", flush=True)
@@ -78,8 +78,9 @@ def _draw_windows(stream: np.ndarray, count: int, rows: int, ratio: int, rng: ra
     return torch.from_numpy(windows.astype(np.int64)).unflatten(0, (-1, rows))
 
 
-def _shuffled(count: int, epochs: int, rng: random.Random) -> Iterator[int]:
-    for _ in range(epochs):
+def _shuffled(count: int, rng: random.Random) -> Iterator[int]:
+    """All of 0 to `count` - 1, again and again, in another order each time."""
+    while True:
         yield from rng.sample(range(count), count)
 
 
@@ -105,10 +106,10 @@ def main() -> None:
     training.set_defaults(run=train)
     training.add_argument("checkpoint", type=Path)
     training.add_argument("--work", type=Path, required=True)
-    training.add_argument("--windows", type=int, default=4000)
-    training.add_argument("--rows", type=int, default=8, help="windows in a step")
-    training.add_argument("--epochs", type=int, default=4)
-    training.add_argument("--learning-rate", type=float, default=2e-3)
+    training.add_argument("--windows", type=int, default=11136)
+    training.add_argument("--rows", type=int, default=32, help="windows in a step")
+    training.add_argument("--steps", type=int, default=1440)
+    training.add_argument("--learning-rate", type=float, default=4e-3)
     training.add_argument("--weight-decay", type=float, default=0.05)
     training.add_argument("--report-every", type=int, default=50)
     training.add_argument("--seed", type=int, default=0)

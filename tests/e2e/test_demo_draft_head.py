@@ -109,4 +109,4 @@ def test_trained_form_equals_transformers_layer(target: FrozenTarget, heldout: T
 def test_target_accepts_most_drafts(target: FrozenTarget, heldout: Tensor) -> None:
     drafts = ChainedDrafts(read_draft_head(CHECKPOINT, target.text_model), target)
     accepted = accept_heldout(drafts, heldout[:1040])["greedy"]
-    assert accepted[0] >= 0.45, accepted
+    assert accepted[0] >= 0.58, accepted

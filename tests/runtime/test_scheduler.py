@@ -320,20 +320,6 @@ def test_a_stream_of_higher_priorities_does_not_hold_up_a_lower_one_for_ever() -
     assert simulation.started.index("low") in range(AGING_STEPS - 10, AGING_STEPS + 2)
 
 
-@pytest.mark.parametrize("num_rewritten", [0, 1])
-def test_a_lone_sequence_runs_though_what_was_restored_for_it_fills_the_pages(num_rewritten: int) -> None:
-    """With a page to rewrite it needs one more than there are, unless it lets go of the cached one."""
-    cache = KeepingCache()
-    simulation = Simulation(LIMITS, 4, cache=cache, num_rewritten=num_rewritten)
-    simulation.add(make_sequence("a", 25, 3))
-    simulation.run()
-    assert len(cache.kept["a"]) == 3
-    simulation.add(again := make_sequence("a again", 32 - 3, 3))
-    assert simulation.step() == ({"a again": 29} if num_rewritten else {"a again": 5})
-    simulation.run()
-    assert again.finish_reason == "length" and again.metrics.num_cached_tokens == (0 if num_rewritten else 24)
-
-
 class Fickle(NoPrefixCache):
     """Promises a page that it then has not, and keeps one that it could give back."""
 
@@ -358,6 +344,20 @@ def test_a_start_with_less_from_the_cache_than_it_promised() -> None:
     cache.blocks = cache.states.blocks.allocate(1) or []
     simulation.add(make_sequence("a", 9, 4))
     assert simulation.step() == {"a": 9}
+
+
+@pytest.mark.parametrize("num_rewritten", [0, 1])
+def test_a_lone_sequence_runs_though_what_was_restored_for_it_fills_the_pages(num_rewritten: int) -> None:
+    """With a page to rewrite it needs one more than there are, unless it lets go of the cached one."""
+    cache = KeepingCache()
+    simulation = Simulation(LIMITS, 4, cache=cache, num_rewritten=num_rewritten)
+    simulation.add(make_sequence("a", 25, 3))
+    simulation.run()
+    assert len(cache.kept["a"]) == 3
+    simulation.add(again := make_sequence("a again", 32 - 3, 3))
+    assert simulation.step() == ({"a again": 29} if num_rewritten else {"a again": 5})
+    simulation.run()
+    assert again.finish_reason == "length" and again.metrics.num_cached_tokens == (0 if num_rewritten else 24)
 
 
 def test_finish_takes_a_waiting_sequence_out_and_is_harmless_twice() -> None:
@@ -484,3 +484,23 @@ def test_equal_priorities_start_in_the_order_of_arrival(
         simulation.step()
     simulation.run()
     assert simulation.started == arrivals
+
+
+def test_tokens_behind_a_step_are_known_ahead() -> None:
+    """Of running prompts about a step of them, and of the first in line once."""
+    states = SequenceStates(StatePool((), {}), LIMITS, 24)
+    scheduler = Scheduler(LIMITS, states, max_num_seqs=2)
+    long, short, waiting = make_sequence("long", 50, 4), make_sequence("short", 5, 4), make_sequence("waiting", 40, 4)
+    for sequence in (long, short, waiting):
+        scheduler.add(sequence)
+    scheduled = scheduler.schedule()
+    chunks = {entry.sequence: entry.num_tokens for entry in scheduled}
+    assert chunks[short] == 5 and 0 < chunks[long] < 50
+    upcoming = list(scheduler.upcoming(scheduled))
+    assert upcoming[0] == (long, chunks[long], min(50, chunks[long] + LIMITS.prefill_chunk))
+    assert [(sequence, start) for sequence, start, _ in upcoming[1:]] == [(waiting, 0)]
+    assert sum(stop - start for _, start, stop in upcoming) <= LIMITS.max_step_tokens
+    assert [sequence for sequence, *_ in scheduler.upcoming(scheduled)] == [long], "the first in line is there by now"
+    scheduler.finish(waiting)
+    scheduler.add(waiting)
+    assert waiting in [sequence for sequence, *_ in scheduler.upcoming(scheduled)]
