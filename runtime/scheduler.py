@@ -262,12 +262,12 @@ class Scheduler:
             return False
         num_restored = self.prefix_cache.restore(sequence)
         if not self._reserve_from(lower, sequence, sequence.num_tokens_left):
-            self._free(sequence)
-            # What was restored keeps pages in the cache that a lone sequence may need: then without it.
-            if self._running or not self.states.start(sequence):
-                return False
+            # A draft head writes into the last page of what is restored: where the pool has none for a copy, and nobody
+            # is waited for, the cache has to give up its own.
             num_restored = 0
-            if not self._reserve_from([], sequence, sequence.num_tokens_left):
+            self.prefix_cache.release(sequence)
+            self.states.rewind(sequence)
+            if self._running or not self._reserve_from([], sequence, sequence.num_tokens_left):
                 self._free(sequence)
                 return False
         if not sequence.metrics.num_preemptions:
