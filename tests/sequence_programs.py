@@ -61,15 +61,12 @@ class Model:
         self.reference = cache(self._reference)
 
     def new_states(self) -> SequenceStates:
-        pool = _new_pool(self.backend, NUM_BLOCKS, NUM_SLOTS)
-        if self.backend.rows is not None:
-            pool = pool.joined(self.backend.rows.states)
+        pool = _new_pool(self.backend, NUM_BLOCKS, NUM_SLOTS).joined(self.backend.rows.states)
         return SequenceStates(pool, self.limits, NUM_BLOCKS)
 
     def run(self, inputs: Mapping[str, Tensor], states: StatePool) -> dict[str, Tensor]:
         """Logits of all rows, and the values of the observed ops by the names of their nodes."""
-        rows = self.backend.rows
-        return _run(self.backend, inputs if rows is None else rows.complete(inputs), states)
+        return _run(self.backend, self.backend.rows.complete(inputs), states)
 
     def _reference(self, token_ids: tuple[int, ...]) -> Computed:
         """All of ``token_ids``, the last one as a step of its own, which leaves every state complete."""
