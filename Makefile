@@ -50,6 +50,7 @@ bench: setup
 	$(BIN)/python benchmarks/build_full_size.py tests/fixtures/released_config.json --precision nvfp4-w4a4
 	$(BIN)/python benchmarks/evaluate_demo.py
 	$(BIN)/python benchmarks/load_weights.py
+	$(BIN)/python benchmarks/drafts_demo.py
 	$(BIN)/python benchmarks/scheduler.py
 	$(BIN)/python benchmarks/ngram_disk.py
 
@@ -57,6 +58,7 @@ bench-gpu: setup
 	$(BIN)/python benchmarks/run_kernels.py
 	$(BIN)/python benchmarks/decode_full_size.py tests/fixtures/released_config.json
 	$(BIN)/python benchmarks/prefill_full_size.py tests/fixtures/released_config.json
+	$(BIN)/python benchmarks/drafts_full_size.py tests/fixtures/released_config.json
 	$(BIN)/python benchmarks/qsa_prefill.py
 
 clean:

@@ -239,6 +239,7 @@ class Scheduler:
             state = (sequence, self._num_freed, self.states.blocks.num_releases)
             is_refused = self._refused == state and bool(self._running)
             if is_refused or not self._start(sequence):
+                # As it is now: what the attempt itself has freed is no reason for another.
                 self._refused = (sequence, self._num_freed, self.states.blocks.num_releases)
                 return
             _take_out(self._waiting, sequence)

@@ -7,7 +7,7 @@ and of a step too long to be taken back only the last one, as the model's states
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,20 @@ class Simulation:
         """A new process: nothing of the memory is left."""
         self.running.clear()
         self.states = SimulatedStates()
+        self.is_memory_short = False
         self.cache = PrefixCache(self.states, BLOCK_SIZE, self.identity, self.options)  # pyright: ignore[reportArgumentType]
+
+        for layout in self.cache.tiers.layouts.values():
+            for name in ("read", "write", "on_host", "on_device", "empty"):
+                setattr(layout, name, self._refusing(getattr(layout, name)))
+
+    def _refusing(self, copy: Callable[..., Any]) -> Callable[..., Any]:
+        def refuse(*args: Any) -> Any:
+            if self.is_memory_short:
+                raise RuntimeError("out of memory")
+            return copy(*args)
+
+        return refuse
 
     def reopen(self) -> None:
         self.cache.close()

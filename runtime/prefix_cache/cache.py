@@ -99,13 +99,11 @@ class PrefixCache:
             of_snapshot = self.tiers.tier_of(path[-1], "slot")
             of_pages: list[Tier | None] = [self.tiers.tier_of(node, "page") for node in path]
             pages = self.tiers.load_pages(path)
-            if pages is None and self._longest(walked) == path:
-                break  # nothing is damaged: there are too few pages
-            if pages is None:
-                continue
-            slot = self.tiers.load_slot(path[-1])
-            if slot is None:
-                self._states.blocks.release(pages)
+            slot = None if pages is None else self.tiers.load_slot(path[-1])
+            if pages is None or slot is None:
+                self._states.blocks.release(pages or ())
+                if self._longest(walked) == path:
+                    return 0  # nothing is damaged: there are too few pages, or there is no memory
                 continue
             length = len(path) * self._block_size
             rows = self.tiers.layouts["slot"].rows(slot)

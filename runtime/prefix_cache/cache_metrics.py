@@ -23,6 +23,8 @@ def cache_metrics(cache: PrefixCache) -> Iterator[Metric]:
     yield _counter("blobs_dropped", "Those that were not, since the disk was too slow.", {"": disk.dropped})
     yield _counter("blob_write_errors", "Those that could not be written.", {"": disk.write_errors})
     yield _counter("blobs_refused", "Those on disk that were damaged or of something else.", {"": disk.damaged})
+    failed = tiers.counters.failed_copies
+    yield _counter("failed_copies", "Pages and snapshots that were not moved for lack of memory.", {"": failed})
     sizes = _by_tier([tiers.bytes_of(tier) for tier in TIERS])
     yield Metric(f"{PREFIX}prefix_cache_bytes", "gauge", "What a tier holds.", _samples(sizes))
 

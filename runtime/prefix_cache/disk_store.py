@@ -26,7 +26,6 @@ from qwen4exp_trt.runtime.prefix_cache.sized_lru import SizedLRU
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = ".blob"
 _PARTIAL = ".partial"
 _BLOB_PATH = re.compile(r"[0-9a-f]{32}/[0-9a-f]{32}\.(page|slot)\.blob")
 _PARTIAL_PATH = re.compile(r"[0-9a-f]{32}/\.[0-9a-f]{16}\.partial")
@@ -205,7 +204,7 @@ class DiskStore:
                     os.replace(partial, self._own / blob.name)
                     is_written = True
             self._has_failed = False
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # the latter from a GPU that was lost with what it was to copy
             if not self._has_failed:  # one line for a disk that stays full
                 logger.warning("prefix cache: cannot write to %s: %s", self._own, error)
             self._has_failed = True

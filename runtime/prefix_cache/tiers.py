@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
-import numpy as np
-
-from qwen4exp_trt.runtime.prefix_cache.blob import header_bytes
-from qwen4exp_trt.runtime.prefix_cache.disk_store import SUFFIX, BlobRequest, DiskStore
+from qwen4exp_trt.runtime.prefix_cache.disk_store import BlobRequest, DiskStore
+from qwen4exp_trt.runtime.prefix_cache.node_blobs import Kind, blob_header, blob_name
 from qwen4exp_trt.runtime.prefix_cache.packed_rows import PackedRow, RowLayout
 from qwen4exp_trt.runtime.prefix_cache.radix_tree import Node, RadixTree
 from qwen4exp_trt.runtime.prefix_cache.sized_lru import SizedLRU
 from qwen4exp_trt.runtime.sequence_states import SequenceStates
 
-Kind = Literal["page", "slot"]
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
 Tier = Literal["device", "host", "disk"]
 
 _PAGES_AT_ONCE = 16
@@ -28,6 +30,8 @@ class TierCounters:
 
     evicted_from_device: int = 0
     evicted_from_host: int = 0
+    failed_copies: int = 0
+    """Moves for which there was no memory."""
 
 
 class Tiers:
@@ -78,7 +82,7 @@ class Tiers:
             return "device"
         if on_host is not None:
             return "host"
-        return "disk" if self.store is not None and self.store.is_written(_name(node, kind)) else None
+        return "disk" if self.store is not None and self.store.is_written(blob_name(node, kind)) else None
 
     def touch(self, path: Sequence[Node]) -> None:
         """A prompt uses ``path``. The first blocks become the most recently used, so that a path is evicted from its
@@ -90,7 +94,7 @@ class Tiers:
     def touch_disk(self, path: Sequence[Node]) -> None:
         """What is used in other tiers should last on disk as well."""
         if self.store is not None:
-            self.store.use([*(_name(node, "page") for node in path), _name(path[-1], "slot")])
+            self.store.use([*(blob_name(node, "page") for node in path), blob_name(path[-1], "slot")])
 
     # --- keeping ------------------------------------------------------------------------------------------------------
 
@@ -108,10 +112,14 @@ class Tiers:
         """Keep a snapshot of a slot, on the device as long as it is not evicted."""
         layout = self.layouts["slot"]
         self._drop_from_host(node, "slot")
-        if self._make_room_for_slot():
-            self._put_slot(node, layout.read(slot), is_spare)
-        elif not is_spare:
-            self._move_down(node, "slot", layout.read(slot))
+        fits = self._make_room_for_slot()
+        packed = self._copied(lambda: layout.read(slot)) if fits or not is_spare else None
+        if packed is None:
+            return
+        if fits:
+            self._put_slot(node, packed, is_spare)
+        else:
+            self._move_down(node, "slot", packed)
 
     def _make_room_for_slot(self) -> bool:
         """Before it is there, so that the budget holds at any time; False if there is none for a single snapshot."""
@@ -151,8 +159,8 @@ class Tiers:
             node.page = None
         self._drop_from_host(node, "page")
         if self.store is not None:
-            self.store.remove(_name(node, "slot"))
-            self.store.remove(_name(node, "page"))
+            self.store.remove(blob_name(node, "slot"))
+            self.store.remove(blob_name(node, "page"))
         self._drop_incomplete(node)
         self.tree.prune(node)
 
@@ -226,7 +234,9 @@ class Tiers:
             return
         while self._host.excess(size):
             self._evict_from_host(*self._host.oldest)
-        row = self.layouts[kind].on_host(self._packed(kind, source))
+        row = self._on_host(kind, source)
+        if row is None:
+            return
         if kind == "page":
             node.host_page = row
         else:
@@ -285,7 +295,7 @@ class Tiers:
     # --- disk ---------------------------------------------------------------------------------------------------------
 
     def _is_queued(self, node: Node, kind: Kind) -> bool:
-        return self.store is not None and _name(node, kind) in self.store
+        return self.store is not None and blob_name(node, kind) in self.store
 
     def _write(self, node: Node, kind: Kind, source: PackedRow | int, wait: bool = False) -> None:
         if self.store is None or self._is_queued(node, kind):
@@ -296,31 +306,36 @@ class Tiers:
         if not self.store.has_room(size):
             self.store.counters.dropped += 1
             return
-        row = self.layouts[kind].on_host(self._packed(kind, source))
-        self.store.put(BlobRequest(_name(node, kind), self._header(node, kind), row))
+        row = self._on_host(kind, source)
+        if row is not None:
+            self.store.put(self._blob(node, kind, row))
 
-    def _packed(self, kind: Kind, source: PackedRow | int) -> PackedRow:
-        return self.layouts[kind].read(source) if isinstance(source, int) else source
+    def _on_host(self, kind: Kind, source: PackedRow | int) -> PackedRow | None:
+        """A row, or the page of a number, on the host; None without memory for it."""
+        layout = self.layouts[kind]
+        return self._copied(lambda: layout.on_host(layout.read(source) if isinstance(source, int) else source))
+
+    def _copied(self, copy: Callable[[], _T]) -> _T | None:
+        """What ``copy`` gives; None if there is no memory for it: the cache keeps less then, but no request fails."""
+        try:
+            return copy()
+        except RuntimeError as error:  # torch's class for what an allocator refuses; a GPU that is lost fails the step
+            if not self.counters.failed_copies:
+                logger.warning("prefix cache: no memory for a copy of states: %s", error)
+            self.counters.failed_copies += 1
+            return None
 
     def _request(self, node: Node, kind: Kind) -> BlobRequest:
-        return BlobRequest(_name(node, kind), self._header(node, kind), self.layouts[kind].empty())
+        return self._blob(node, kind, self.layouts[kind].empty())
 
-    def _header(self, node: Node, kind: Kind) -> bytes:
-        assert node.parent is not None
-        return header_bytes(
-            model=self.tree.root.key.hex(),
-            kind=kind,
-            key=node.key.hex(),
-            parent=node.parent.key.hex(),
-            num_tokens=node.depth * self.tree.block_size,
-            token_ids=np.frombuffer(node.tokens, dtype="<i4").tolist(),
-            rows=self._described[kind],
-        )
+    def _blob(self, node: Node, kind: Kind, row: PackedRow) -> BlobRequest:
+        header = blob_header(node, kind, self.tree, self._described[kind])
+        return BlobRequest(blob_name(node, kind), header, row)
 
     # --- bringing back ------------------------------------------------------------------------------------------------
 
     def load_slot(self, node: Node) -> PackedRow | None:
-        """The snapshot of ``node`` on the device, and kept there; None if it cannot be read any more."""
+        """The snapshot of ``node`` on the device, and kept there; None if it cannot be read, or without memory."""
         if node.slot is not None:
             self.use_slot(node)
             return node.slot
@@ -328,8 +343,8 @@ class Tiers:
         if packed is None:
             return None
         fits = self._make_room_for_slot()
-        on_device = self.layouts["slot"].on_device(packed)
-        if fits:
+        on_device = self._copied(lambda: self.layouts["slot"].on_device(packed))
+        if on_device is not None and fits:
             self._drop_from_host(node, "slot")
             self._put_slot(node, on_device, is_spare=False)
         self.use_slot(node)
@@ -338,8 +353,8 @@ class Tiers:
     def load_pages(self, path: Sequence[Node]) -> list[int] | None:
         """The pages of ``path`` on the device, each with a reference for the caller.
 
-        None if one of them cannot be read any more, or if there are too few free pages for them (they are evicted
-        from what is not on ``path``).
+        None if one of them cannot be read, without memory, or if there are too few free pages for them (they are
+        evicted from what is not on ``path``).
         """
         here = [node.page for node in path if node.page is not None]
         self._blocks.share(here)  # so that none of them is evicted for the others
@@ -364,7 +379,12 @@ class Tiers:
                 if row is None:
                     self._drop_incomplete(node)
                     return False
-                self.layouts["page"].write(block, row)
+                if not self._copied(lambda row=row, block=block: self._write_page(block, row)):
+                    return False
+        return True
+
+    def _write_page(self, block: int, row: PackedRow) -> bool:
+        self.layouts["page"].write(block, row)
         return True
 
     def _read(self, nodes: Sequence[Node], kind: Kind) -> list[PackedRow | None]:
@@ -372,11 +392,7 @@ class Tiers:
         rows = {node: node.host_page if kind == "page" else node.host_slot for node in nodes}
         absent = [node for node, row in rows.items() if row is None]
         if self.store is not None and absent:
-            requests = [self._request(node, kind) for node in absent]
-            for node, request, is_good in zip(absent, requests, self.store.read(requests), strict=True):
+            requests = self._copied(lambda: [self._request(node, kind) for node in absent]) or []
+            for node, request, is_good in zip(absent, requests, self.store.read(requests), strict=False):
                 rows[node] = request.row if is_good else None
         return list(rows.values())
-
-
-def _name(node: Node, kind: Kind) -> str:
-    return f"{node.key.hex()}.{kind}{SUFFIX}"

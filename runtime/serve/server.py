@@ -69,6 +69,8 @@ async def serve(
     """
     config = uvicorn.Config(
         app,
+        http="h11",  # which bounds the head of a request; httptools, where it is installed, does not
+        ws="none",
         lifespan="off",
         log_config=None,
         log_level="warning",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from serving import assert_idle, generated, ids, observed_steps
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError, DroppedError
-from qwen4exp_trt.runtime import LLM, SamplingParams
+from qwen4exp_trt.runtime import LLM, AsyncLLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs
 from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape, captured_shape
@@ -105,6 +106,20 @@ def test_requests_in_one_batch_get_their_own_text(on_gpu: LLM) -> None:
             assert together == alone[:count]
         else:
             assert [tokens[:5] for tokens in together] == [tokens[:5] for tokens in alone[:count]]
+
+
+def test_async_streams_capture_and_replay_in_the_engines_thread(bundle: Path, on_gpu: LLM) -> None:
+    expected = [generated(on_gpu.generate(prompt, greedy(20))[0]) for prompt in PROMPTS]
+
+    async def main() -> list[list[int]]:
+        async with AsyncLLM(bundle, device="cuda", max_num_seqs=1) as llm:
+            gone = llm.generate(PROMPTS[0], greedy(100))
+            await anext(gone)
+            await gone.aclose()
+            outputs = await asyncio.gather(*(llm.complete(prompt, greedy(20)) for prompt in PROMPTS))
+        return [generated(output) for output in outputs]
+
+    assert asyncio.run(main()) == expected, "one at a time: the same steps"
 
 
 def test_a_damaged_weight_is_named_by_debug_nan(bundle: Path) -> None:

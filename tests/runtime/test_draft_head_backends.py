@@ -265,3 +265,27 @@ def test_verify_names_what_of_the_draft_head_differs(engine_bundle: Path) -> Non
     trt.draft[1]._run_node = damaged  # type: ignore[method-assign]
     with pytest.raises(BundleError, match=r"the engine gives another mtp\.layers\.0\.self_attn\.kv_cache than"):
         verify_bundle(engine_bundle, trt)
+
+
+@pytest.mark.trt
+def test_engines_draft_what_the_programs_do(engine_bundle: Path) -> None:
+    """The serving loop with both engines: the same text by the same drafts, greedy and sampled."""
+    trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), engine_bundle)
+    outcomes = []
+    for has_engines in (False, True):
+        llm = LLM(engine_bundle, speculate="mtp:3")
+        if has_engines:
+            assert isinstance(llm.core.backend, EagerBackend) and llm.core.drafting is not None
+            engines = engines_of(trt, engine_bundle, llm.manifest, llm.core.backend)
+            llm.core.backend = engines
+            llm.core.drafting.proposer._head = engines.draft  # pyright: ignore[reportAttributeAccessIssue]
+        params = [
+            SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
+            SamplingParams(temperature=3.0, seed=1, max_tokens=10, ignore_eos=True),
+        ]
+        outputs = llm.generate([{"prompt_token_ids": PROMPT[:9]}] * 2, params)
+        drafted = [output.metrics.num_draft_tokens for output in outputs]
+        accepted = [output.metrics.num_accepted_tokens for output in outputs]
+        assert all(drafted)
+        outcomes.append(([output.outputs[0].token_ids for output in outputs], drafted, accepted))
+    assert outcomes[0] == outcomes[1]

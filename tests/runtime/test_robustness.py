@@ -50,8 +50,13 @@ def run(bundle: Path, main: Main, **options: Any) -> Any:
     return asyncio.run(with_llm())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_consumers_that_go_at_any_time(tiny_bundle: Path, expected: list[list[int]], seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "options"),
+    [(0, {}), (1, {"speculate": "ngram:3"}), (2, {"num_blocks": 6}), (3, {"num_blocks": 6, "speculate": "ngram:3"})],
+)
+def test_consumers_that_go_at_any_time(
+    tiny_bundle: Path, expected: list[list[int]], seed: int, options: dict[str, Any]
+) -> None:
     """Before their first step, between chunks, at their last one; the others get what they get alone."""
     rng = random.Random(seed)
 
@@ -72,7 +77,7 @@ def test_consumers_that_go_at_any_time(tiny_bundle: Path, expected: list[list[in
             task.cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    results = run(tiny_bundle, main)
+    results = run(tiny_bundle, main, **options)
     assert len(results) == len(PROMPTS)
     for tokens, alone in zip(results, expected, strict=True):
         assert tokens is None or isinstance(tokens, asyncio.CancelledError) or tokens == alone

@@ -148,6 +148,13 @@ def test_nothing_is_read_of_a_body_without_the_key(locked_server: LiveServer) ->
         assert connection.recv(100).startswith(b"HTTP/1.1 401 ")
 
 
+def test_a_head_without_end_is_refused(server: LiveServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 70_000)
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+
+
 def test_requests_beyond_the_limit_are_turned_away_until_others_leave(server: LiveServer) -> None:
     llm: Any = server.llm
 

@@ -263,3 +263,6 @@ def test_drafts_are_a_flag_of_the_command_line(tiny_bundle: Path, capsys: pytest
     assert main([*args, "--speculate", "ngram"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("qwen4exp-generate: error: speculative decoding is 'ngram'; it must be 'mtp:K'")
+    assert main([*args, "--speculate", "mtp:3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "draft head" in line and "build" in line, "this bundle has none"

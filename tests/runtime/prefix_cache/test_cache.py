@@ -244,6 +244,23 @@ def test_what_a_failed_sequence_computed_is_forgotten(tmp_path: Path) -> None:
     simulation.cache.close()
 
 
+def test_without_memory_for_copies_nothing_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    simulation = Simulation((1, 4, 50), tmp_path / "cache", interval=8)
+    run(simulation, PROMPT)
+    simulation.is_memory_short = True
+    with caplog.at_level(logging.WARNING):
+        run(simulation, [*PROMPT, *range(30, 37)])
+        simulation.cache.evict(NUM_PAGES)
+        assert restored(simulation, PROMPT) == 0
+    assert len(caplog.records) == 1
+    assert simulation.cache.tiers.counters.failed_copies > 1
+    simulation.check()
+    simulation.is_memory_short = False
+    run(simulation, PROMPT)
+    assert restored(simulation, PROMPT) == 8
+    simulation.cache.close()
+
+
 def test_without_room_for_a_snapshot_no_chunk_is_cut() -> None:
     simulation = Simulation((0, 0, 0), None)
     sequence = simulation.start(PROMPT)

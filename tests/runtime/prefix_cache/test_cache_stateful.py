@@ -89,6 +89,11 @@ class CacheMachine(RuleBasedStateMachine):
         whole[place % len(whole)] ^= 1 << flip if donor == victim else 0
         files[victim % len(files)].write_bytes(whole[: place % len(whole)] if is_torn else whole)
 
+    @rule(is_short=st.booleans())
+    def memory(self, is_short: bool) -> None:
+        """No copy can be made for a while."""
+        self.simulation.is_memory_short = is_short
+
     @invariant()
     def holds(self) -> None:
         if hasattr(self, "simulation"):

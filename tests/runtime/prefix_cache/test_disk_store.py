@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,19 @@ def test_a_full_disk_is_one_log_line(
     assert os.listdir(store.folder / MODEL) == [], "nothing half written is left"
     assert not read(store, 1)
     monkeypatch.setattr(disk_store, "write_blob", write_blob)
+    write(store, 1)
+    assert read(store, 1)
+
+
+def test_a_copy_that_the_gpu_lost_is_not_written(open_store: Open) -> None:
+    class Lost:
+        def synchronize(self) -> None:
+            raise RuntimeError("the GPU is lost")
+
+    store, whole = open_store(), blob(1)
+    store.put(replace(whole, row=replace(whole.row, ready=Lost())))
+    assert store.flush(10), "the thread goes on"
+    assert store.counters.write_errors == 1
     write(store, 1)
     assert read(store, 1)
 
