@@ -44,7 +44,7 @@ def choose_draft_head(options: PlanOptions, config: ModelConfig, checkpoint: Che
     check_draft_head(config)
     size = options.draft_vocab_size
     if size is None or size == config.vocab_size:
-        return DraftChoice(config, None, "")
+        return DraftChoice(replace(config, draft_vocab_size=None), None, "")
     token_ids = _choose_token_ids(options, config, size)
     return DraftChoice(replace(config, draft_vocab_size=size), token_ids, "")
 

@@ -42,7 +42,10 @@ def load_token_ids(folder: Path, manifest: Manifest) -> Tensor | None:
     if manifest.draft is None or not manifest.draft.has_token_ids:
         return None
     path, size = folder / TOKEN_IDS_FILE, manifest.draft.vocab_size
-    ids = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path}: cannot read the draft head's token ids: {error}") from error
     is_list = isinstance(ids, list) and len(ids) == size and all(type(token) is int for token in ids)
     if not is_list or ids != sorted(set(ids)) or not 0 <= ids[0] <= ids[-1] < manifest.vocab_size:
         raise BundleError(f"{path}: not {size} ascending token ids below {manifest.vocab_size}; build the bundle again")

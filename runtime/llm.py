@@ -140,6 +140,10 @@ class LLM:
     def close(self) -> None:
         """Write to disk what the prefix cache keeps there. Nothing can be generated afterwards."""
         self.core.close()
+        self.close_files()
+
+    def close_files(self) -> None:
+        """Let go of the files that steps read, and of the threads that read them."""
         self._ngram_table.close()
 
     @property

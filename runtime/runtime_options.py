@@ -43,13 +43,17 @@ RUNTIME_OPTIONS = (
     ),
     RuntimeOption("enable_prefix_caching", "keep the states of prompts for those that begin alike", "on", None),
     RuntimeOption(
-        "prefix_cache_bytes", "memory of the device for snapshots", "two a sequence", int, {"metavar": "BYTES"}
+        "prefix_cache_bytes", "memory of the device for snapshots", "two a sequence", byte_count, {"metavar": "SIZE"}
     ),
     RuntimeOption(
-        "host_cache_bytes", "memory of the host for what the device has no room for", "0", int, {"metavar": "BYTES"}
+        "host_cache_bytes",
+        "memory of the host for what the device has no room for",
+        "0",
+        byte_count,
+        {"metavar": "SIZE"},
     ),
     RuntimeOption("cache_dir", "folder for states that outlive the process", "none", Path, {"metavar": "FOLDER"}),
-    RuntimeOption("disk_cache_bytes", "what that folder may take", "64 GiB", int, {"metavar": "BYTES"}),
+    RuntimeOption("disk_cache_bytes", "what that folder may take", "64GiB", byte_count, {"metavar": "SIZE"}),
     RuntimeOption("snapshot_interval", "tokens of a prompt between snapshots", "2048", int, {"metavar": "TOKENS"}),
     RuntimeOption("speculate", "drafts: mtp:K or ngram:K, with K from 1 to 7", "none", more={"metavar": "DRAFTS"}),
     RuntimeOption(

@@ -240,6 +240,7 @@ def test_the_plan_counts_it(drafting: Path, capsys: Capture) -> None:
             assert out.count(row) == (2 * expected if "lm_head" in row else expected), row
 
 
+@pytest.mark.slow
 @pytest.mark.trt
 def test_engines_and_kernels_of_both(drafting: Path, tmp_path: Path, capsys: Capture) -> None:
     """In NVFP4, by TensorRT: an engine each, and the kernels that either needs."""

@@ -113,8 +113,10 @@ def write_demo(folder: Path, table: str) -> None:
     shutil.copytree(bundles.DEMO_CHECKPOINT, folder)
     if table != "fp8":
         return
-    (path,) = folder.glob("*.safetensors")
-    tensors = load_file(path)
+    files = {path: load_file(path) for path in folder.glob("*.safetensors")}
+    ((path, tensors),) = [
+        (path, tensors) for path, tensors in files.items() if any("ngram" in name for name in tensors)
+    ]
     shards = [name for name in tensors if "ngram_embedding.shard_" in name]
     stored = store_fp8(torch.cat([tensors[name].float() for name in shards])).parts
     parts = stored["weight"].split([len(tensors[name]) for name in shards])

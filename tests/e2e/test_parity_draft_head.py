@@ -128,7 +128,7 @@ def run_in_pieces(draft: EagerBackend, ids: list[int], stack: Tensor, sizes: lis
     return torch.cat([logits for logits, _ in pieces]), torch.cat([own for _, own in pieces])
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(cuts=st.sets(st.integers(1, len(PROMPT) - 2), max_size=8))
 def test_any_cut_equals_one_shot(drafting: Drafting, cuts: set[int]) -> None:
     ids, stack, *expected = drafting.pairs(PROMPT)
@@ -178,7 +178,7 @@ def test_further_drafts_are_fed_by_the_own_stack(drafting: Drafting, length: int
         check((expected[0][-1:], expected[1][-1:]), (logits, own))
 
 
-@pytest.mark.parametrize("num_accepted", range(DRAFT_ROWS))
+@pytest.mark.parametrize("num_accepted", [0, 1, 3, DRAFT_ROWS - 1])
 def test_rows_of_rejected_drafts_are_done_again(drafting: Drafting, num_accepted: int) -> None:
     """After drafts with the own stack, the true pairs of as many as were accepted, and one, lead to the true states."""
     start = 29
@@ -212,6 +212,7 @@ def test_padding_changes_nothing(drafting: Drafting) -> None:
         assert torch.equal(state[untouched], states[name][untouched]), name
 
 
+@pytest.mark.slow
 @pytest.mark.trt
 def test_bf16_rounds_no_more_than_the_reference(tmp_path: Path) -> None:
     """Both on the exact model's stacks: see `check_bf16`."""

@@ -31,7 +31,6 @@ from qwen4exp_trt.frontend.states import draft_state_specs, state_specs
 from qwen4exp_trt.frontend.weights import DRAFT_LM_HEAD, LM_HEAD, expected_weights, resolve_weights
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.materialize import materialize
-from qwen4exp_trt.runtime.program_text import format_program
 from qwen4exp_trt.runtime.specs import StateKind, TensorSpec
 from qwen4exp_trt.runtime.weight_formats import WeightFormat as F
 from qwen4exp_trt.runtime.weights import dequantize
@@ -207,14 +206,6 @@ def test_the_programs_hand_stacks_to_each_other() -> None:
     of_head = {name for name in expected_weights(config) if name.startswith("mtp.")}
     shared = {"embed_tokens.weight", "inv_freq", "no_selection"}
     assert own == of_head and {spec.name for spec in head.weights} - own == shared
-
-
-def test_without_a_draft_head_the_program_is_what_it_was() -> None:
-    plain, without = (
-        export_program(config, "float32", 8) for config in (config_of(), config_of(**HEAD).without_draft_head())
-    )
-    assert format_program(plain) == format_program(without)
-    assert [spec.name for spec in plain.outputs] == ["logits"]
 
 
 def test_a_released_draft_head_is_exported() -> None:

@@ -67,9 +67,7 @@ def whole(checkpoint: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def without(checkpoint: Path) -> Path:
-    """No draft head, with an engine."""
-    options = {"activation_dtype": "bfloat16", "prefill_chunk": 32, "draft_head": "none"}
-    return build(checkpoint, checkpoint.parent / "without", **options)
+    return build(checkpoint, checkpoint.parent / "without", draft_head="none")
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +95,9 @@ def pairs_of(
     return run
 
 
-def test_what_both_use_is_in_memory_once(bundle: Path, whole: Path) -> None:
-    model = load(whole)
+@pytest.mark.trt
+def test_what_both_use_is_in_memory_once(bundle: Path, engine_bundle: Path) -> None:
+    model = load(engine_bundle)
     head = model.draft
     assert head is not None and head.token_ids is None
     assert {spec.name for spec in model.program.weights} == model.weights.keys()
@@ -111,6 +110,7 @@ def test_what_both_use_is_in_memory_once(bundle: Path, whole: Path) -> None:
     assert own.draft is not None and "lm_head.weight" not in own.draft.weights
 
 
+@pytest.mark.slow
 def test_a_smaller_vocabulary_has_the_logits_of_its_ids(bundle: Path, whole: Path) -> None:
     reduced = load(bundle)
     assert reduced.draft is not None and reduced.draft.token_ids is not None
@@ -162,6 +162,7 @@ def test_damaged_token_ids_are_refused(bundle: Path, tmp_path: Path, damage: Cal
         load_token_ids(tmp_path, Manifest.load(bundle))
 
 
+@pytest.mark.slow
 def test_experts_in_fp8_are_what_they_mean(tmp_path: Path) -> None:
     """The head of the FP8 release by the op that reads FP8, and with its experts dequantized."""
     write_quantized(tmp_path / "release", "FP8", config_dict(**HEAD))
@@ -223,13 +224,12 @@ def test_a_sampled_step_gives_the_stack_too(both: tuple[EagerBackend, TensorRTBa
         assert step.tokens[0] is not None and step.tokens[0].token_id == int(expected.logits[-1].argmax())
 
 
-@pytest.mark.trt
-def test_a_draft_head_changes_no_text(engine_bundle: Path, without: Path) -> None:
+def test_a_draft_head_changes_no_text(bundle: Path, without: Path) -> None:
     """The model of a bundle with a draft head generates what it does in a bundle without."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     texts = [
         [generated(output) for output in LLM(path).generate([ids(PROMPT), ids(PROMPT[:3])], params)]
-        for path in (engine_bundle, without)
+        for path in (bundle, without)
     ]
     assert texts[0] == texts[1]
 

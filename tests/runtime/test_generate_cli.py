@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.__main__ import main, parse_args
-from qwen4exp_trt.runtime.manifest import MANIFEST_FILE
+from qwen4exp_trt.runtime.manifest import FORMAT_VERSION, MANIFEST_FILE
 
 Capture = pytest.CaptureFixture[str]
 GREEDY = ["--temperature", "0", "--max-tokens", "5"]
@@ -167,7 +167,7 @@ def test_no_bundle(tmp_path: Path, capsys: Capture) -> None:
 
 def test_bundle_of_another_version(bundle: Path, capsys: Capture) -> None:
     edit_manifest(bundle, lambda data: data.update(package_version="0.0.1"))
-    assert "made by qwen4exp-trt 0.0.1 (bundle format 1), this is" in refused(capsys, bundle, "a")
+    assert f"made by qwen4exp-trt 0.0.1 (bundle format {FORMAT_VERSION}), this is" in refused(capsys, bundle, "a")
     edit_manifest(bundle, lambda data: data.update(format_version=7))
     assert "(bundle format 7)" in refused(capsys, bundle, "a")
 

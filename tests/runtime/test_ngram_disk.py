@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import threading
@@ -15,7 +16,7 @@ import pytest
 from serving import assert_idle, generated, ids
 
 from qwen4exp_trt.errors import BundleError, DroppedError
-from qwen4exp_trt.runtime import LLM, SamplingParams
+from qwen4exp_trt.runtime import LLM, AsyncLLM, SamplingParams
 from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.sequence import Sequence
@@ -173,12 +174,19 @@ def test_long_use_keeps_to_the_budget(bundle: Path) -> None:
     assert threading.active_count() <= threads + 1
 
 
-def test_a_closed_model_reads_nothing(bundle: Path) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_closed_model_reads_nothing(bundle: Path, is_async: bool) -> None:
     """The numbers of its files may be another's by now."""
-    llm = LLM(bundle)
-    llm.close()
+    if is_async:
+        served = AsyncLLM(bundle)
+        asyncio.run(served.close())
+        core = served._llm.core
+    else:
+        llm = LLM(bundle)
+        llm.close()
+        core = llm.core
     with pytest.raises(BundleError, match="the files of the n-gram table are closed"):
-        llm.core.score([1, 2, 3])
+        core.score([1, 2, 3])
 
 
 def test_tokens_that_come_in_the_next_step_are_read_at_once(bundle: Path) -> None:

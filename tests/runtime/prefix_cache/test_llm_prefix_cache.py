@@ -139,7 +139,7 @@ def kept_pages(llm: LLM) -> dict[tuple[bytes, str], Tensor]:
     return {(key, name): row for key, states in rows for name, row in states.items()}
 
 
-@pytest.mark.parametrize("speculate", ["mtp:3", "ngram:4"])
+@pytest.mark.parametrize("speculate", ["mtp:3", pytest.param("ngram:4", marks=pytest.mark.slow)])
 def test_beside_drafts(model: Model, speculate: str, tmp_path: Path) -> None:
     """Only what is committed is kept, and what is kept never changes."""
     params = replace(GREEDY, max_tokens=22)
