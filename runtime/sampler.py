@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.plugins.registry import all_specs
-from qwen4exp_trt.runtime.drafts.rejection import DraftedToken, filtered_probs, logits_given_drafts
+from qwen4exp_trt.runtime.drafts.rejection import ROWS_AT_ONCE, DraftedToken, filtered_probs, logits_given_drafts
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.specs import TensorSpec
 from qwen4exp_trt.runtime.weights import dtype_from_name
@@ -162,11 +162,13 @@ def _verify_drafts(
     vocab_limit: int | None,
 ) -> Tensor:
     """``logits`` with others in ``rows``, whose drafts were sampled; their ``operands`` become those to draw with."""
-    drafts = [draft for row in rows if (draft := requests[row].drafted) is not None]
-    probs = filtered_probs(logits[rows], {name: value[rows] for name, value in operands.items()}, vocab_limit)
-    offsets = torch.tensor([requests[row].offset(NoiseStream.ACCEPT) for row in rows])
     replaced = logits.clone()
-    replaced[rows] = logits_given_drafts(probs, drafts, operands["seeds"][rows], offsets)
+    for first in range(0, len(rows), ROWS_AT_ONCE):
+        some = rows[first : first + ROWS_AT_ONCE]
+        drafts = [draft for row in some if (draft := requests[row].drafted) is not None]
+        probs = filtered_probs(logits[some], {name: value[some] for name, value in operands.items()}, vocab_limit)
+        offsets = torch.tensor([requests[row].offset(NoiseStream.ACCEPT) for row in some])
+        replaced[some] = logits_given_drafts(probs, drafts, operands["seeds"][some], offsets)
     unfiltered = {"temperatures": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     for name, value in unfiltered.items():
         operands[name][rows] = value

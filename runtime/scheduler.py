@@ -239,7 +239,8 @@ class Scheduler:
             state = (sequence, self._num_freed, self.states.blocks.num_releases)
             is_refused = self._refused == state and bool(self._running)
             if is_refused or not self._start(sequence):
-                self._refused = state
+                # As it is now: what the attempt itself has freed is no reason for another.
+                self._refused = (sequence, self._num_freed, self.states.blocks.num_releases)
                 return
             _take_out(self._waiting, sequence)
             insort(self._running, sequence, key=_PLACE)

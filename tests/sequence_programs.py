@@ -22,7 +22,7 @@ from qwen4exp_trt.frontend.states import RINGS
 from qwen4exp_trt.plugins.registry import spec_of
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
-from qwen4exp_trt.runtime.packed_inputs import InputLayout, StepShape
+from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence
@@ -42,7 +42,8 @@ NUM_BLOCKS = 12
 _OBSERVED = ("qsa_select", "ple_hash")
 _GARBAGE = {torch.int32: 2**20 + 1}
 """What free memory holds, where it cannot be NaN."""
-IDS = st.integers(4, 90)
+FIRST_ID = 4
+IDS = st.integers(FIRST_ID, 90)
 NUMBERS = st.integers(0, 5)
 NEXT = st.lists(IDS, max_size=DRAFT_ROWS + 1)
 
@@ -61,15 +62,12 @@ class Model:
         self.reference = cache(self._reference)
 
     def new_states(self) -> SequenceStates:
-        pool = _new_pool(self.backend, NUM_BLOCKS, NUM_SLOTS)
-        if self.backend.rows is not None:
-            pool = pool.joined(self.backend.rows.states)
+        pool = _new_pool(self.backend, NUM_BLOCKS, NUM_SLOTS).joined(self.backend.rows.states)
         return SequenceStates(pool, self.limits, NUM_BLOCKS)
 
     def run(self, inputs: Mapping[str, Tensor], states: StatePool) -> dict[str, Tensor]:
         """Logits of all rows, and the values of the observed ops by the names of their nodes."""
-        rows = self.backend.rows
-        return _run(self.backend, inputs if rows is None else rows.complete(inputs), states)
+        return _run(self.backend, self.backend.rows.complete(inputs), states)
 
     def _reference(self, token_ids: tuple[int, ...]) -> Computed:
         """All of ``token_ids``, the last one as a step of its own, which leaves every state complete."""
@@ -350,7 +348,9 @@ class Programs(RuleBasedStateMachine):
         return True
 
     def next_token(self, sequence: Sequence) -> int:
-        """The greedy one."""
+        """The greedy one; behind nothing, any."""
+        if not sequence.token_ids:
+            return FIRST_ID
         return int(self.model.reference(tuple(sequence.token_ids)).rows["logits"][-1].argmax())
 
     def check_states(self, sequence: Sequence) -> None:
@@ -365,7 +365,7 @@ class Programs(RuleBasedStateMachine):
         shape = StepShape(shape.num_seqs + num_padding, num_tokens, num_tokens, shape.num_pages + 1)
         layout = InputLayout([spec for spec in self.model.backend.program.inputs if spec.name in inputs], shape)
         buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
-        layout.pack(inputs, buffer)
+        StagedInputs(layout, buffer).pack(inputs)
         return layout.views(buffer)
 
     def poison(self) -> None:

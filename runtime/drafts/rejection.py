@@ -15,6 +15,9 @@ from torch import Tensor
 
 from qwen4exp_trt.plugins.sample_tokens.noise import exponential_noise
 
+ROWS_AT_ONCE = 16
+"""That are worked on together: sorted, those of a vocabulary of 248,320 ids take 160 MB meanwhile."""
+
 
 @dataclass(frozen=True)
 class DraftedToken:
@@ -30,11 +33,14 @@ def filtered_probs(logits: Tensor, filters: Mapping[str, Tensor], vocab_limit: i
     ``logits``: float32 ``[N, V]``, behind the penalties. ``filters``: ``temperatures`` (above 0), ``top_k``, ``top_p``
     and ``min_p`` of each row, on the CPU. A row with NaN or +inf, or of only -inf, is NaN.
     """
-    values = logits[:, :vocab_limit]
-    scaled = (values - values.amax(-1, keepdim=True)) / _column(filters["temperatures"], logits)
-    dropped = scaled < _lowest_kept(scaled, filters)
     probs = torch.zeros_like(logits)
-    probs[:, :vocab_limit] = scaled.masked_fill(dropped, -torch.inf).softmax(-1)
+    for first in range(0, len(logits), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        of_rows = {name: column[rows] for name, column in filters.items()}
+        values = logits[rows, :vocab_limit]
+        scaled = (values - values.amax(-1, keepdim=True)) / _column(of_rows["temperatures"], logits)
+        dropped = scaled < _lowest_kept(scaled, of_rows)
+        probs[rows, :vocab_limit] = scaled.masked_fill(dropped, -torch.inf).softmax(-1)
     return probs
 
 

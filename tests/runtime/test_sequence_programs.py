@@ -40,5 +40,5 @@ def test_sequences_go_on_as_computed_from_scratch_at_length(tiny_llm: LLM, resid
     """Of a table on disk the ids before a step are a state of the host's."""
     built = bundles.build(bundles.tiny_checkpoint(tmp_path / "checkpoint"), tmp_path / "b", ple_residency=residency)
     backend = backend_of(LLM(built))
-    assert (backend.rows is not None) == (residency == "disk")
+    assert backend.rows.residency == residency
     run(Model(backend, backend_of(tiny_llm)), max_examples=200, steps=50)
