@@ -47,9 +47,9 @@ QUICK_SCENARIOS = ((1, 2048), (1, 200_000))
 TABLES = ((1, 2048), (16, 2048))
 """The scenarios whose kernels are listed."""
 DRAFT_STEP_ROWS = 4
-STEPS, WARM_UP, REPLAYS = 24, 4, 20
+STEPS, WARM_UP, REPLAYS = 100, 20, 20
 LIMITS = EngineLimits(max_batch_size=16, max_seq_len=262_144, prefill_chunk=2048, block_size=64)
-NUM_BLOCKS = max(batch * (context // LIMITS.block_size + 4) for batch, context in SCENARIOS)
+NUM_BLOCKS = max(batch * (context // LIMITS.block_size + 8) for batch, context in SCENARIOS)
 FLOOR_BAR, LONG_CONTEXT_BAR = 3.0, 1.15
 """Times the floor that a step of one sequence at 2,048 tokens may take with nvfp4; and times that at 200,000."""
 

@@ -32,11 +32,14 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _time_limit(request: pytest.FixtureRequest) -> Iterator[None]:
+    marker = request.node.get_closest_marker("time_limit")
+    seconds = TIME_LIMIT_S if marker is None else marker.args[0]
+
     def fail(*_: Any) -> None:
-        pytest.fail(f"{request.node.name} ran for more than {TIME_LIMIT_S} s")
+        pytest.fail(f"{request.node.name} ran for more than {seconds} s")
 
     previous = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(TIME_LIMIT_S)
+    signal.alarm(seconds)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, previous)

@@ -75,7 +75,8 @@ class MtpProposer:
         self._head, self._block_size = head, block_size
         self._sampler = DraftSampler(head.token_ids, vocab_size, vocab_limit, head.device)
         (spec,) = (spec for spec in head.program.inputs if spec.name == STACK)
-        ring = StateSpec("mtp.stack_ring", StateKind.STACK_RING, 0, (NUM_SLOTS, DRAFT_ROWS, spec.shape[1]), spec.dtype)
+        kind = StateKind.STACK_RING
+        ring = StateSpec(f"mtp.{kind.value}", kind, 0, (NUM_SLOTS, DRAFT_ROWS, spec.shape[1]), spec.dtype)
         num_slots = next(len(head.states[spec.name]) for spec in head.states.specs if not spec.is_paged)
         states = allocate_states((ring,), 0, num_slots, head.device)
         self._ring = states[ring.name]

@@ -81,6 +81,7 @@ def test_three_hundred_requests(tiny_bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.time_limit(1800)
 @pytest.mark.parametrize(
     ("count", "drafts", "is_async"),
     [(4000, MTP, True), (3000, NGRAM, True), (3000, NONE, False)],
