@@ -56,7 +56,8 @@ bench: setup
 
 bench-gpu: setup
 	$(BIN)/python benchmarks/run_kernels.py
-	$(BIN)/python benchmarks/decode_full_size.py tests/fixtures/released_config.json
+	$(BIN)/python benchmarks/decode_full_size.py tests/fixtures/released_config.json --precision nvfp4
+	$(BIN)/python benchmarks/decode_full_size.py tests/fixtures/released_config.json --precision checkpoint
 	$(BIN)/python benchmarks/prefill_full_size.py tests/fixtures/released_config.json
 	$(BIN)/python benchmarks/drafts_full_size.py tests/fixtures/released_config.json
 	$(BIN)/python benchmarks/qsa_prefill.py

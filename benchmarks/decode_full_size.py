@@ -5,7 +5,8 @@
 Prints for each batch size and context the time of a step beside what its bytes take at the bandwidth of a copy in this
 run, and a table of the kernels of one step. Appends a line for each measurement to
 ``benchmarks/results/decode_full_size.jsonl``, and exits with 1 when a bar is exceeded. The n-gram table is NVFP4, so
-that all of it fits an H200 beside experts in NVFP4 and everything else in BF16 (``checkpoint``).
+that all of it fits an H200 beside experts in NVFP4 and everything else in BF16 (``checkpoint``). Of several precisions
+in one process only the first has the host at its full speed, since kernels are profiled in between.
 """
 
 from __future__ import annotations
@@ -158,9 +159,19 @@ class Model(FullSizeModel):
         )
         return step_bytes(request, batch, batch * rows, distinct_experts)
 
-    def measure(self, batch: int, context: int, rows: int, bandwidth: Bandwidth) -> tuple[Measurement, Kernels]:
-        seconds, inputs = self.decode(batch, context) if rows == 1 else self.verify_drafts(context, rows)
-        gpu_ms = _replay_ms(self.backend, inputs)
+    def run(self, batch: int, context: int, rows: int) -> tuple[list[float], dict[str, Tensor]]:
+        return self.decode(batch, context) if rows == 1 else self.verify_drafts(context, rows)
+
+    def step_ms(self, batch: int, context: int, rows: int) -> tuple[float, float]:
+        """Of the serving loop and of the GPU alone: the times of `Measurement`."""
+        seconds, inputs = self.run(batch, context, rows)
+        return 1e3 * statistics.median(seconds), _replay_ms(self.backend, inputs)
+
+    def measure(
+        self, batch: int, context: int, rows: int, times: tuple[float, float], bandwidth: Bandwidth
+    ) -> tuple[Measurement, Kernels]:
+        """With the ``times`` that `step_ms` gave."""
+        _, inputs = self.run(batch, context, rows)
         kernels = profile_kernels(lambda: self.backend.run(inputs))
         moved = move_inputs(self.program.inputs, inputs, self.backend.device)
         distinct = mean_distinct_experts(self.program, moved, self.backend.states, self.backend.weights)
@@ -170,8 +181,8 @@ class Model(FullSizeModel):
             batch=batch,
             context=context,
             rows=rows,
-            step_ms=1e3 * statistics.median(seconds),
-            gpu_ms=gpu_ms,
+            step_ms=times[0],
+            gpu_ms=times[1],
             floor_ms=1e3 * step.total / bandwidth.copy,
             weight_bytes=step.weights,
             state_bytes=step.states,
@@ -202,8 +213,11 @@ def measure_precision(
     model = Model(config, precision, folder)
     print(HEADER, flush=True)
     tables = []
-    for batch, context, rows in (*((*scenario, 1) for scenario in scenarios), (1, 2048, DRAFT_STEP_ROWS)):
-        measured, kernels = model.measure(batch, context, rows, bandwidth)
+    steps = [*((*scenario, 1) for scenario in scenarios), (1, 2048, DRAFT_STEP_ROWS)]
+    # All times first: the profiler slows the host down for the rest of the process.
+    times = {step: model.step_ms(*step) for step in steps}
+    for batch, context, rows in steps:
+        measured, kernels = model.measure(batch, context, rows, times[batch, context, rows], bandwidth)
         print(measured, flush=True)
         if (batch, context) in TABLES:
             tables.append(f"{precision}, batch {batch}, context {context}, {rows} rows a sequence\n{kernels}\n")

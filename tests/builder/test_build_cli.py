@@ -162,7 +162,19 @@ def test_progress_and_table(bundle: Path, checkpoint: Path, capsys: Capture) -> 
     progress = f"{config}\n{rest}"
     assert [re.fullmatch(r"(\w+) +\d+\.\d s", line)[1] for line in progress.splitlines()] == STAGES  # type: ignore[index]
     rows = {line[:20].strip(): line[22:] for line in table.splitlines()}
-    names = ["bundle", "engine", "draft head", "kernels", "precision", "weights", "states", "memory", "step", "passes", "time"]
+    names = [
+        "bundle",
+        "engine",
+        "draft head",
+        "kernels",
+        "precision",
+        "weights",
+        "states",
+        "memory",
+        "step",
+        "passes",
+        "time",
+    ]
     assert list(rows) == names
     assert rows["bundle"] == str(bundle)
     assert rows["engine"] == "0.00 MiB for sm121, by tensorrt-rtx"
