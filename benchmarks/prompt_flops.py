@@ -18,11 +18,15 @@ _LOOKED_UP = (Component.EMBED_TOKENS, Component.NGRAM_TABLE)
 
 
 def prompt_flops(config: ModelConfig, num_tokens: int) -> Mapping[str, float]:
-    """Products and sums of a prompt with one row of logits by the part of the model; elementwise work is left out."""
+    """Products and sums of a prompt with one row of logits by the part of the model, without its draft head.
+
+    Elementwise work is left out.
+    """
     flops: dict[str, float] = {}
     for name, shape in expected_weights(config).items():
         component = component_of(name)
-        if len(shape) < 2 or name.endswith("conv1d.weight") or component in _LOOKED_UP:
+        is_product = len(shape) >= 2 and not name.endswith("conv1d.weight") and component not in _LOOKED_UP
+        if not is_product or component.is_of_draft_head:
             continue
         rows = 1 if component is Component.LM_HEAD else num_tokens
         share = Fraction(1)
