@@ -17,7 +17,7 @@ from qwen4exp_trt.builder import build as build_module
 from qwen4exp_trt.builder.__main__ import main
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.errors import BuildError
-from qwen4exp_trt.runtime import LLM
+from qwen4exp_trt.runtime import LLM, progress_line
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import ProgressLine
 
@@ -185,6 +185,7 @@ def test_a_terminal_keeps_the_name_of_a_stage_with_progress(
 ) -> None:
     for stream in (sys.stdout, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.setattr(progress_line, "_SECONDS_BETWEEN_UPDATES", 0.0)  # the conversion may end within one
     argv = [str(checkpoint), "-o", str(tmp_path / "bundle"), *FLOAT32, "--precision", "nvfp4"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
