@@ -23,15 +23,14 @@ from pathlib import Path
 
 import torch
 from bandwidth import Bandwidth, measure_bandwidth
-from full_size_model import PLE, PRECISIONS, FullSizeModel, make_programs
-from full_size_program import choose_formats
+from full_size_model import PRECISIONS, FullSizeModel, make_programs
 from kernel_table import Kernels, profile_kernels
 from random_model import fill_states
 from results_file import append_result
 from step_bytes import StepBytes, mean_distinct_experts, step_bytes
 from torch import Tensor
 
-from qwen4exp_trt.builder.plan import DEVICES, ActivationMemory, PlanRequest
+from qwen4exp_trt.builder.plan import DEVICES
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.decode_graphs import move_inputs
@@ -147,17 +146,7 @@ class Model(FullSizeModel):
         return seconds[WARM_UP:], inputs
 
     def bytes_of(self, batch: int, context: int, rows: int, distinct_experts: float) -> StepBytes:
-        request = PlanRequest(
-            config=self.config,
-            limits=replace(LIMITS, max_seq_len=context),
-            target="sm121",
-            precision=self.precision,
-            ple=PLE,
-            has_stored_formats=True,
-            choose_formats=lambda precision, ple: choose_formats(self.config, precision, ple).formats,
-            activations=ActivationMemory(0, is_estimate=False),
-        )
-        return step_bytes(request, batch, batch * rows, distinct_experts)
+        return step_bytes(self.plan_request(context), batch, batch * rows, distinct_experts)
 
     def run(self, batch: int, context: int, rows: int) -> tuple[list[float], dict[str, Tensor]]:
         return self.decode(batch, context) if rows == 1 else self.verify_drafts(context, rows)

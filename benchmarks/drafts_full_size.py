@@ -17,19 +17,18 @@ import argparse
 import statistics
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from bandwidth import Bandwidth, measure_bandwidth
-from full_size_model import PLE, PRECISIONS, FullSizeModel, make_programs
-from full_size_program import choose_formats
+from full_size_model import PRECISIONS, FullSizeModel, make_programs
 from random_model import fill_states, random_weights
 from results_file import append_result
 from step_bytes import step_bytes
 from torch import Tensor
 
-from qwen4exp_trt.builder.plan import DEVICES, ActivationMemory, PlanRequest, make_plan
+from qwen4exp_trt.builder.plan import DEVICES, make_plan
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
@@ -127,16 +126,7 @@ class Model(FullSizeModel):
 
     def bytes_of(self, kind: str, batch: int, context: int) -> int:
         """Each sequence's rows choose experts of their own, as random ones do."""
-        request = PlanRequest(
-            config=self.config,
-            limits=replace(LIMITS, max_seq_len=context),
-            target="sm121",
-            precision=self.precision,
-            ple=PLE,
-            has_stored_formats=True,
-            choose_formats=lambda precision, ple: choose_formats(self.config, precision, ple).formats,
-            activations=ActivationMemory(0, is_estimate=False),
-        )
+        request = self.plan_request(context)
         config, rows = self.config, batch * (1 if kind == "plain" else NUM_DRAFTS + 1)
         distinct = config.num_experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** rows)
         total = step_bytes(request, batch, rows, distinct).total

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from full_size_program import make_program
+from full_size_program import choose_formats, make_program
 from random_model import random_weights
 from torch import Tensor
 
+from qwen4exp_trt.builder.plan import ActivationMemory, PlanRequest
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.plugins.compile import architecture
 from qwen4exp_trt.runtime.backend import EagerBackend
@@ -67,7 +69,7 @@ class FullSizeModel:
         self, config: ModelConfig, precision: str, folder: Path, limits: EngineLimits, num_blocks: int
     ) -> None:
         start = time.perf_counter()
-        self.config, self.precision, self.num_blocks = config, precision, num_blocks
+        self.config, self.precision, self.limits, self.num_blocks = config, precision, limits, num_blocks
         self.program, device = load_program(folder), torch.device("cuda", torch.cuda.current_device())
         states = allocate_states(self.program.states, num_blocks, limits.num_slots, device)
         weights = random_weights(self.program, device)
@@ -89,6 +91,19 @@ class FullSizeModel:
             None,
             prefix_cache=(lambda states: FilledCache(states, context)) if context else None,
             drafting=drafting,
+        )
+
+    def plan_request(self, context: int) -> PlanRequest:
+        """For what steps at ``context`` tokens read and write of weights and states."""
+        return PlanRequest(
+            config=self.config,
+            limits=replace(self.limits, max_seq_len=context),
+            target="sm121",
+            precision=self.precision,
+            ple=PLE,
+            has_stored_formats=True,
+            choose_formats=lambda precision, ple: choose_formats(self.config, precision, ple).formats,
+            activations=ActivationMemory(0, is_estimate=False),
         )
 
     def random_prompt(self, num_tokens: int, generator: torch.Generator) -> Tensor:

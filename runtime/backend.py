@@ -149,12 +149,6 @@ class EagerBackend:
             results = self._execute(move_inputs(self.program.inputs, inputs, self.device))
             return step_result(real_rows(outputs, results, inputs, is_reused=False))
 
-    def sample(
-        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
-    ) -> list[SampledToken | None]:
-        """The tokens of `sample_step`."""
-        return self.sample_step(inputs, requests, vocab_limit).tokens
-
     def sample_step(
         self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
     ) -> SampledStep:

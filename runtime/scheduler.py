@@ -174,10 +174,10 @@ class Scheduler:
         """
         if not self.states.start(sequence):
             return False
-        if not self._make_room(lambda: self.states.num_missing(sequence, sequence.max_len), []):
-            self.states.free(sequence)
-            return False
-        return self.states.reserve(sequence, sequence.max_len)
+        if self._reserve_from([], sequence, sequence.max_len):
+            return True
+        self.states.free(sequence)
+        return False
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """The tokens of a sequence behind its first ``length`` have changed or gone: nothing of them stays computed.

@@ -87,6 +87,12 @@ class Sequence:
         return requests
 
     @property
+    def held_memory(self) -> Memory:
+        """`memory` of a sequence that has some."""
+        assert self.memory is not None, f"request {self.request_id} has no memory"
+        return self.memory
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
 

@@ -61,7 +61,7 @@ class SequenceStates:
 
     def num_missing(self, sequence: Sequence, num_tokens: int) -> int:
         """How many free pages `reserve` would take."""
-        memory = _memory_of(sequence)
+        memory = sequence.held_memory
         end = self.num_pages(sequence.num_computed + num_tokens)
         return len(self._shared_pages(sequence, end)) + max(end - len(memory.blocks), 0)
 
@@ -70,7 +70,7 @@ class SequenceStates:
 
         False, and nothing is done, if too few pages are free.
         """
-        memory = _memory_of(sequence)
+        memory = sequence.held_memory
         end = self.num_pages(sequence.num_computed + num_tokens)
         shared = self._shared_pages(sequence, end)
         num_new = max(end - len(memory.blocks), 0)
@@ -88,7 +88,7 @@ class SequenceStates:
 
     def commit(self, sequence: Sequence, num_rows: int, num_kept: int | None = None) -> None:
         """A step ran ``num_rows`` tokens, of which the first ``num_kept`` (None: all) count."""
-        memory, context = _memory_of(sequence), sequence.num_computed
+        memory, context = sequence.held_memory, sequence.num_computed
         length = context + (num_rows if num_kept is None else num_kept)
         lowest = context + 1 if num_rows <= DRAFT_ROWS else context + num_rows
         assert lowest <= length <= context + num_rows, "a step is taken back as far as its states allow"
@@ -100,10 +100,10 @@ class SequenceStates:
 
         The tokens that they stand for are the caller's business, here and below.
         """
-        memory, length = _memory_of(source), source.num_computed
+        memory, length = source.held_memory, source.num_computed
         if not self.start(target):
             return False
-        slot = _memory_of(target).slot
+        slot = target.held_memory.slot
         self.pool.copy_slot(memory.slot, slot)
         blocks = memory.blocks[: self.num_pages(length)]
         self.blocks.share(blocks)
@@ -115,7 +115,7 @@ class SequenceStates:
 
         False, and nothing is done, if the slot's states cannot go back so far (see `Memory`): `rewind` then.
         """
-        memory = _memory_of(sequence)
+        memory = sequence.held_memory
         assert 0 <= length <= sequence.num_computed, (length, sequence.num_computed)
         if length > 0 and length not in memory.window:
             return False
@@ -133,7 +133,7 @@ class SequenceStates:
 
         `ValueError` for any other length. To be given to `release` in the end.
         """
-        memory = _memory_of(sequence)
+        memory = sequence.held_memory
         chosen = sequence.num_computed if length is None else length
         if chosen == 0 or chosen not in memory.window:
             raise ValueError(f"a snapshot of {chosen} tokens of a sequence whose states are those of {memory.window}")
@@ -155,7 +155,7 @@ class SequenceStates:
 
         It takes over a reference to each page. ``slot`` can serve the context lengths of ``window``.
         """
-        memory = _memory_of(sequence)
+        memory = sequence.held_memory
         assert len(blocks) == self.num_pages(window[-1]), "pages of all tokens and no more"
         self.pool.write_slot(memory.slot, slot)
         self.blocks.release(memory.blocks)
@@ -180,12 +180,7 @@ class SequenceStates:
 
     def _shared_pages(self, sequence: Sequence, end: int) -> list[int]:
         """Places of the pages in front of ``end`` that the next rows are in and that others hold as well."""
-        memory = _memory_of(sequence)
+        memory = sequence.held_memory
         first = max(sequence.num_computed - memory.num_rewritten, 0) // self.block_size
         blocks = memory.blocks[first:end]
         return [index for index, block in enumerate(blocks, first) if self.blocks.is_shared(block)]
-
-
-def _memory_of(sequence: Sequence) -> Memory:
-    assert sequence.memory is not None, f"request {sequence.request_id} has no memory"
-    return sequence.memory

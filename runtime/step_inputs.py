@@ -26,7 +26,7 @@ def build_step_inputs(
     starts = _starts(num_tokens)
     sampled = [index for index, entry in enumerate(scheduled) if entry.samples]
     logits_rows = np.arange(starts[-1]) if all_rows else _logits_rows(scheduled, sampled, starts)
-    memories = [_memory_of(entry) for entry in scheduled]
+    memories = [entry.sequence.held_memory for entry in scheduled]
     return pack_step(memories, contexts, num_tokens, _token_ids(scheduled), logits_rows), sampled
 
 
@@ -66,11 +66,6 @@ def _starts(num_tokens: np.ndarray) -> np.ndarray:
     starts = np.zeros(len(num_tokens) + 1, dtype=np.int32)
     num_tokens.cumsum(out=starts[1:])
     return starts
-
-
-def _memory_of(entry: ScheduledSequence) -> Memory:
-    assert entry.sequence.memory is not None, entry.sequence.request_id
-    return entry.sequence.memory
 
 
 def _token_ids(scheduled: SequenceOf[ScheduledSequence]) -> np.ndarray:

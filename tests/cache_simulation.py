@@ -236,7 +236,7 @@ class Simulation:
         pages = sum(node.page is not None for node in nodes)
         assert tiers.bytes_of("device") == slots * SLOT_BYTES + pages * PAGE_BYTES
         assert slots * SLOT_BYTES <= (self.options.prefix_cache_bytes or 0)
-        on_host = sum(SLOT_BYTES * (n.host_slot is not None) + PAGE_BYTES * (n.host_page is not None) for n in nodes)
+        on_host = sum(SLOT_BYTES * ("slot" in n.host) + PAGE_BYTES * ("page" in n.host) for n in nodes)
         assert tiers.bytes_of("host") == on_host <= self.options.host_cache_bytes
         for node in nodes:
-            assert node.page is None or node.host_page is None, "the host has what the device has not"
+            assert node.page is None or "page" not in node.host, "the host has what the device has not"

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
+from qwen4exp_trt.runtime import LLM
 from qwen4exp_trt.runtime.async_llm import AsyncLLM
 from qwen4exp_trt.runtime.serve.app import ServerOptions, make_app
 from qwen4exp_trt.runtime.serve.server import StopSignal, bound_socket, serve, url_of
 
 MODEL = "demo"
+PROMPT = "They came to the"
 
 
 @dataclass(frozen=True)
@@ -52,3 +56,21 @@ def live_server(llm: Any, **options: Any) -> Iterator[LiveServer]:
             thread.join(20)
             assert not thread.is_alive()
             loop.close()
+
+
+def greedy(llm: LLM, prompt: Any, **params: Any) -> Any:
+    (result,) = llm.generate(prompt, replace(llm.default_sampling_params, temperature=0.0, **params))
+    return result
+
+
+def wait_until_idle(server: LiveServer) -> None:
+    deadline = time.monotonic() + 10
+    while metric(server, "qwen4exp_num_requests_running") + metric(server, "qwen4exp_num_requests_waiting"):
+        assert time.monotonic() < deadline, "requests are still open"
+        time.sleep(0.02)
+
+
+def metric(server: LiveServer, name: str, **labels: str) -> float:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    found = [s.value for family in families for s in family.samples if s.name == name and s.labels == labels]
+    return found[0] if found else 0.0

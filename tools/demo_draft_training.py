@@ -17,6 +17,7 @@ from demo_training import (
     DemoTrainer,
     balance_loss,
     indexer_loss,
+    project_attention,
     project_index,
     run_experts_densely,
     score_blocks,
@@ -24,7 +25,6 @@ from demo_training import (
 )
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.qwen4_exp import modeling_qwen4_exp as reference
 
 STEP_WEIGHTS = (1.0, 0.6, 0.4)
 """Of the losses of the drafts of a chain: a later draft counts only when those before it are accepted."""
@@ -110,13 +110,7 @@ class ChainedDrafts:
     ) -> tuple[Tensor, None]:
         attention = self._attention
         batch, length, _ = hidden_states.shape
-        heads_shape = (batch, length, -1, attention.head_dim)
-        query, gate = attention.q_proj(hidden_states).view(batch, length, -1, 2 * attention.head_dim).chunk(2, -1)
-        query = attention.q_norm(query).transpose(1, 2)
-        key = attention.k_norm(attention.k_proj(hidden_states).view(heads_shape)).transpose(1, 2)
-        value = attention.v_proj(hidden_states).view(heads_shape).transpose(1, 2)
-        query, key = reference.apply_rotary_pos_emb(query, key, *position_embeddings)
-        key, value = (x.repeat_interleave(attention.num_key_value_groups, dim=1) for x in (key, value))
+        query, key, value, gate = project_attention(attention, hidden_states, position_embeddings)
         self._rows.append((key, value))
         (true_key, true_value), *drafted = self._rows
         scores = (query @ true_key.transpose(-1, -2)).float() * attention.scaling

@@ -94,13 +94,7 @@ class DemoTrainer:
             hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **_kwargs: Any
         ) -> tuple[Tensor, None]:
             batch, length, _ = hidden_states.shape
-            heads_shape = (batch, length, -1, attention.head_dim)
-            query, gate = attention.q_proj(hidden_states).view(batch, length, -1, 2 * attention.head_dim).chunk(2, -1)
-            query = attention.q_norm(query).transpose(1, 2)
-            key = attention.k_norm(attention.k_proj(hidden_states).view(heads_shape)).transpose(1, 2)
-            value = attention.v_proj(hidden_states).view(heads_shape).transpose(1, 2)
-            query, key = reference.apply_rotary_pos_emb(query, key, *position_embeddings)
-            key, value = (x.repeat_interleave(attention.num_key_value_groups, dim=1) for x in (key, value))
+            query, key, value, gate = project_attention(attention, hidden_states, position_embeddings)
             scores = (query @ key.transpose(-1, -2)).float() * attention.scaling
             causal = torch.ones(length, length, dtype=torch.bool, device=scores.device).tril()
             scores = scores.masked_fill(~causal, float("-inf"))
@@ -136,6 +130,22 @@ def run_experts_densely(self: Any, hidden_states: Tensor, top_k_index: Tensor, t
     gate, up = gate_up.unflatten(-1, (self.num_experts, -1)).chunk(2, -1)
     inner = F.silu(gate) * up * weights.unsqueeze(-1)
     return inner.flatten(1) @ self.down_proj.transpose(1, 2).flatten(0, 1)
+
+
+def project_attention(
+    attention: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key and value [B, heads, T, head_dim], the latter two repeated for each query head, and the output gate
+    [B, T, heads, head_dim]."""
+    batch, length, _ = hidden_states.shape
+    heads_shape = (batch, length, -1, attention.head_dim)
+    query, gate = attention.q_proj(hidden_states).view(batch, length, -1, 2 * attention.head_dim).chunk(2, -1)
+    query = attention.q_norm(query).transpose(1, 2)
+    key = attention.k_norm(attention.k_proj(hidden_states).view(heads_shape)).transpose(1, 2)
+    value = attention.v_proj(hidden_states).view(heads_shape).transpose(1, 2)
+    query, key = reference.apply_rotary_pos_emb(query, key, *position_embeddings)
+    key, value = (x.repeat_interleave(attention.num_key_value_groups, dim=1) for x in (key, value))
+    return query, key, value, gate
 
 
 def project_index(

@@ -112,7 +112,7 @@ class MtpProposer:
             stack if len(rows) == len(stack) else stack[self._on_device(rows)],
         )
         for each in pairs:
-            self._memories[each.sequence] = _memory_of(each.sequence)
+            self._memories[each.sequence] = each.sequence.held_memory
 
     def _is_complete(self, sequence: Sequence) -> bool:
         return self._memories.get(sequence) is sequence.memory
@@ -121,7 +121,7 @@ class MtpProposer:
         """The pair before those of a step, for sequences whose states another sequence or another text has left."""
         if pairs:
             sequences, positions = [each.sequence for each in pairs], [each.start - 1 for each in pairs]
-            slots = [_memory_of(sequence).slot for sequence in sequences]
+            slots = [sequence.held_memory.slot for sequence in sequences]
             slots, places = self._on_device([slots, [position % DRAFT_ROWS for position in positions]])
             stack = self._ring[slots, places]
             self._run(sequences, positions, [[each.sequence.token_ids[each.start]] for each in pairs], stack)
@@ -131,7 +131,7 @@ class MtpProposer:
         slots, places, rows = [], [], []
         for each in pairs:
             for back in range(min(each.count, DRAFT_ROWS), 0, -1):
-                slots.append(_memory_of(each.sequence).slot)
+                slots.append(each.sequence.held_memory.slot)
                 places.append((each.end - back) % DRAFT_ROWS)
                 rows.append(each.rows.stop - back)
         slots, places, rows = self._on_device([slots, places, rows])
@@ -158,7 +158,7 @@ class MtpProposer:
 
     def _num_possible(self, sequence: Sequence) -> int:
         """Drafts for which the sequence has pages: the head's rows of all but the first are behind its tokens."""
-        room = len(_memory_of(sequence).blocks) * self._block_size - sequence.num_computed
+        room = len(sequence.held_memory.blocks) * self._block_size - sequence.num_computed
         return room + 1
 
     def _run(
@@ -176,7 +176,7 @@ class MtpProposer:
         if not isinstance(token_ids, Tensor):
             lengths = np.array([len(each) for each in token_ids])
             ids = np.fromiter(chain.from_iterable(token_ids), np.int32, lengths.sum())
-        memories = [_memory_of(sequence) for sequence in sequences]
+        memories = [sequence.held_memory for sequence in sequences]
         inputs = pack_step(memories, np.array(starts), lengths, ids, lengths.cumsum() - 1)
         if isinstance(token_ids, Tensor):
             inputs["input_ids"] = token_ids
@@ -194,8 +194,3 @@ def _rows_of(step: DrawnStep, rows: list[int]) -> DrawnStep:
     on_device = torch.tensor(rows).to(step.logits.device, non_blocking=True)
     stack = None if step.stack is None else step.stack[on_device]
     return DrawnStep(step.drawn[:, on_device], step.logits[on_device], stack)
-
-
-def _memory_of(sequence: Sequence) -> Memory:
-    assert sequence.memory is not None, sequence.request_id
-    return sequence.memory

@@ -26,7 +26,6 @@ class CacheCounters:
     """Lookups (one for each time that a sequence starts), those that restored something, and tokens of both."""
 
     lookups: int = 0
-    lookup_tokens: int = 0
     hits_by_tier: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     """By the tier that had the snapshot."""
     hit_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
@@ -93,7 +92,6 @@ class PrefixCache:
         """Give a sequence that has a slot and no pages the longest prefix that there is; its tokens, 0 for a miss."""
         walked, tracked = self._walk(sequence), self._track(sequence)
         self.counters.lookups += 1
-        self.counters.lookup_tokens += len(sequence.token_ids)
         while path := self._longest(walked):
             self.tiers.touch(path)
             of_snapshot = self.tiers.tier_of(path[-1], "slot")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from qwen4exp_trt.runtime.prefix_cache.blob import header_bytes
-from qwen4exp_trt.runtime.prefix_cache.radix_tree import Node, RadixTree
+from qwen4exp_trt.runtime.prefix_cache.radix_tree import Kind, Node, RadixTree
 
 SUFFIX = ".blob"
-
-Kind = Literal["page", "slot"]
 
 
 def blob_name(node: Node, kind: Kind) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from qwen4exp_trt.runtime.prefix_cache.packed_rows import PackedRow
 
 KEY_BYTES = 16
+
+Kind = Literal["page", "slot"]
+"""What is kept of a node."""
 
 
 class Node:
@@ -26,10 +30,10 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.page: int | None = None
         """The number of a page of the pool; the tree has a reference to it."""
-        self.host_page: PackedRow | None = None
         self.slot: PackedRow | None = None
         """On the device."""
-        self.host_slot: PackedRow | None = None
+        self.host: dict[Kind, PackedRow] = {}
+        """Those of its page and slot that are on the host."""
 
     @cached_property
     def key(self) -> bytes:
@@ -39,8 +43,7 @@ class Node:
     @property
     def is_bare(self) -> bool:
         """True if memory has nothing of it."""
-        has_page = self.page is not None or self.host_page is not None
-        return not has_page and self.slot is None and self.host_slot is None
+        return self.page is None and self.slot is None and not self.host
 
     def path(self) -> list[Node]:
         """The nodes from the first block to this one."""

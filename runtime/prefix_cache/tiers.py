@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from qwen4exp_trt.runtime.prefix_cache.disk_store import BlobRequest, DiskStore
-from qwen4exp_trt.runtime.prefix_cache.node_blobs import Kind, blob_header, blob_name
+from qwen4exp_trt.runtime.prefix_cache.node_blobs import blob_header, blob_name
 from qwen4exp_trt.runtime.prefix_cache.packed_rows import PackedRow, RowLayout
-from qwen4exp_trt.runtime.prefix_cache.radix_tree import Node, RadixTree
+from qwen4exp_trt.runtime.prefix_cache.radix_tree import Kind, Node, RadixTree
 from qwen4exp_trt.runtime.prefix_cache.sized_lru import SizedLRU
 from qwen4exp_trt.runtime.sequence_states import SequenceStates
 
@@ -77,10 +77,9 @@ class Tiers:
 
     def tier_of(self, node: Node, kind: Kind) -> Tier | None:
         """The best tier that has the page or the slot of ``node``."""
-        on_device, on_host = (node.page, node.host_page) if kind == "page" else (node.slot, node.host_slot)
-        if on_device is not None:
+        if (node.page if kind == "page" else node.slot) is not None:
             return "device"
-        if on_host is not None:
+        if kind in node.host:
             return "host"
         return "disk" if self.store is not None and self.store.is_written(blob_name(node, kind)) else None
 
@@ -170,11 +169,10 @@ class Tiers:
         if self.store is None or self.tier_of(node, "slot") is None:
             return
         for member in node.path():
-            if member.page is not None:
-                self._write(member, "page", member.page, wait)
-            elif member.host_page is not None:
-                self._write(member, "page", member.host_page, wait)
-        packed = node.slot or node.host_slot
+            page = member.host.get("page") if member.page is None else member.page
+            if page is not None:
+                self._write(member, "page", page, wait)
+        packed = node.slot or node.host.get("slot")
         if packed is not None:
             self._write(node, "slot", packed, wait)
 
@@ -237,16 +235,12 @@ class Tiers:
         row = self._on_host(kind, source)
         if row is None:
             return
-        if kind == "page":
-            node.host_page = row
-        else:
-            node.host_slot = row
+        node.host[kind] = row
         self._host.add((node, kind), size)
         self.tree.attach(node.path())  # what left the host may have taken it out, which had nothing for a moment
 
     def _evict_from_host(self, node: Node, kind: Kind) -> None:
-        row = node.host_page if kind == "page" else node.host_slot
-        assert row is not None
+        row = node.host[kind]
         self._drop_from_host(node, kind)
         self.counters.evicted_from_host += 1
         self._write(node, kind, row)
@@ -258,10 +252,7 @@ class Tiers:
 
     def _drop_from_host(self, node: Node, kind: Kind) -> None:
         if self._host.remove((node, kind)):
-            if kind == "page":
-                node.host_page = None
-            else:
-                node.host_slot = None
+            del node.host[kind]
 
     def _drop_slot(self, node: Node) -> None:
         self._kept.remove(node)
@@ -389,7 +380,7 @@ class Tiers:
 
     def _read(self, nodes: Sequence[Node], kind: Kind) -> list[PackedRow | None]:
         """The rows of nodes that the device has not: from the host, or from disk; None for those that are gone."""
-        rows = {node: node.host_page if kind == "page" else node.host_slot for node in nodes}
+        rows = {node: node.host.get(kind) for node in nodes}
         absent = [node for node, row in rows.items() if row is None]
         if self.store is not None and absent:
             requests = self._copied(lambda: [self._request(node, kind) for node in absent]) or []
