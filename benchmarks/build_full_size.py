@@ -31,7 +31,7 @@ from qwen4exp_trt.builder.weight_plan import plan_weights
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, LAYERS_FILE, ONNX_FILE
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 BARS = {"total_s": 90.0, "peak_rss_mib": 3 * 1024.0, "engine_mib": 128.0}
 """Upper bounds on a machine with two cores."""

@@ -35,7 +35,7 @@ from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, KERNELS_DIR, Manifest
 from qwen4exp_trt.runtime.progress_line import ProgressLine
 from qwen4exp_trt.runtime.specs import PleResidency
-from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND
+from qwen4exp_trt.runtime.tensorrt.module import MODULE_OF_BACKEND
 
 PROG = "qwen4exp-build"
 

@@ -58,8 +58,8 @@ from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import save_program
 from qwen4exp_trt.runtime.specs import PleResidency
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
-from qwen4exp_trt.runtime.trt_module import load_trt
 
 _TOOLS = ("torch", "onnx")
 

@@ -14,7 +14,7 @@ from qwen4exp_trt.builder.layers import REPORT_START, layer_report
 from qwen4exp_trt.builder.profiles import Profile
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.plugins.tensorrt import register_creators
-from qwen4exp_trt.runtime.trt_log import make_log, one_line
+from qwen4exp_trt.runtime.tensorrt.log import make_log, one_line
 
 _MIN_ENGINE_BYTES = 4096
 """An engine of one node is larger. A builder that ran out of memory may report success and return a stump."""

@@ -9,7 +9,6 @@ from itertools import product
 import torch
 
 from qwen4exp_trt.builder.op_calls import OpCall, distinct_calls
-from qwen4exp_trt.builder.plan import DEVICES
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.plugins.compile import capability_of, cubin_key, load_cubins, supported_architectures
 from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, Kernel
@@ -18,6 +17,7 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.sampler import SAMPLING_INPUTS
+from qwen4exp_trt.runtime.target_devices import DEVICES
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 _SMALL_TOKENS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64)

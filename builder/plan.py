@@ -13,27 +13,7 @@ from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES
 from qwen4exp_trt.runtime.memory_plan import GPU_OVERHEAD_BYTES
 from qwen4exp_trt.runtime.specs import DTYPE_BYTES, PleResidency, StateKind, StateSpec
-
-
-@dataclass(frozen=True)
-class Device:
-    """What is known about a target."""
-
-    name: str
-    usable_bytes: int
-    """What a process can have of its memory while the system runs."""
-    bytes_per_second: float
-    """Of reading memory, as published measurements reached it."""
-    is_unified: bool
-    """Whether the host's memory is the same."""
-    num_sms: int
-    """Multiprocessors."""
-
-
-DEVICES = {"sm121": Device("GB10", usable_bytes=114 * 2**30, bytes_per_second=233e9, is_unified=True, num_sms=48)}
-"""By GPU architecture. A GB10 shows 121.6 GiB, of which 114 to 117 can be used, and its memory runs at 273 GB/s, of
-which published measurements reach 231 to 234."""
-
+from qwen4exp_trt.runtime.target_devices import DEVICES, Device
 
 FormatPolicy = Callable[[str, str], Formats]
 """The formats of the weights for the names of a precision and of a format of the n-gram table."""

@@ -51,8 +51,8 @@ from qwen4exp_trt.runtime.step_result import (
     step_result,
 )
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
-from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
-from qwen4exp_trt.runtime.trt_module import MODULE_OF_BACKEND, load_trt
+from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.tensorrt.module import MODULE_OF_BACKEND, load_trt
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import loading_line
 from qwen4exp_trt.runtime.side_by_side import check_difference, compare, make_steps
 from qwen4exp_trt.runtime.state_pool import allocate_states, state_bytes
-from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 PROG = "qwen4exp-verify"
 TOLERANCE = 0.05

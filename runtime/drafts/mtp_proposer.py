@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # they import this package
     from qwen4exp_trt.runtime.scheduler import ScheduledSequence
     from qwen4exp_trt.runtime.sequence import Sequence
     from qwen4exp_trt.runtime.sequence_memory import Memory
-    from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend
+    from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from qwen4exp_trt.builder.profiles import optimization_profiles, profile_dims
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.runtime.limits import EngineLimits
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 LIMITS = EngineLimits(max_batch_size=8, max_seq_len=4096, prefill_chunk=2048, block_size=64)
 

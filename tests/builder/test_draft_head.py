@@ -24,7 +24,7 @@ from qwen4exp_trt.builder.draft_head import DraftChoice, choose_draft_head
 from qwen4exp_trt.builder.engine import build_engine
 from qwen4exp_trt.builder.kernels import kernels_of
 from qwen4exp_trt.builder.options import PlanOptions
-from qwen4exp_trt.builder.plan import DEVICES, make_plan
+from qwen4exp_trt.builder.plan import make_plan
 from qwen4exp_trt.builder.plan_moves import fitting_moves
 from qwen4exp_trt.builder.policy import PRECISIONS, Choice, choose_weight_formats
 from qwen4exp_trt.builder.profiles import optimization_profiles
@@ -37,8 +37,9 @@ from qwen4exp_trt.plugins.registry import spec_of
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import Manifest
+from qwen4exp_trt.runtime.target_devices import DEVICES
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
-from qwen4exp_trt.runtime.trt_module import load_trt
 from qwen4exp_trt.runtime.weight_formats import WeightFormat as F
 
 pytestmark = pytest.mark.usefixtures("quick_builds")

@@ -22,8 +22,8 @@ from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.plugins.spec import NAMESPACE
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.trt_log import make_log
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.log import make_log
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 pytestmark = pytest.mark.trt
 

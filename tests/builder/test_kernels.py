@@ -17,7 +17,6 @@ from qwen4exp_trt.builder import kernels as kernels_module
 from qwen4exp_trt.builder.compile import ExportOptions, transform_config
 from qwen4exp_trt.builder.kernels import architecture_of_target, compile_kernels, kernels_of
 from qwen4exp_trt.builder.op_calls import distinct_calls
-from qwen4exp_trt.builder.plan import DEVICES
 from qwen4exp_trt.errors import BuildError, PluginError
 from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.pipeline import Quantization
@@ -27,6 +26,7 @@ from qwen4exp_trt.plugins.kernels import Kernel
 from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.target_devices import DEVICES
 
 GB10 = "sm_121a"
 LIMITS = EngineLimits(max_batch_size=64, max_seq_len=262144, prefill_chunk=2048, block_size=64)

@@ -20,7 +20,7 @@ from qwen4exp_trt.plugins.registry import all_specs, plugin_specs
 from qwen4exp_trt.plugins.sample_batches import sample_nvfp4
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.specs import TensorSpec
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 Q4E: Any = torch.ops.q4e
 N, K, PARTS = 192, 128, 3

@@ -24,15 +24,15 @@ from released_model import (
     released_formats,
 )
 
-from qwen4exp_trt.builder import plan as plan_module
 from qwen4exp_trt.builder.compile import CompiledProgram
-from qwen4exp_trt.builder.plan import DEVICES, Plan, PleResidency, make_plan
+from qwen4exp_trt.builder.plan import Plan, PleResidency, make_plan
 from qwen4exp_trt.builder.weight_bytes import Component
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.passes.choose_formats import Formats
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.memory_plan import GPU_OVERHEAD_BYTES
 from qwen4exp_trt.runtime.specs import StateKind
+from qwen4exp_trt.runtime.target_devices import DEVICES
 from qwen4exp_trt.runtime.weight_formats import WeightFormat as F
 
 GIB = 2**30
@@ -162,7 +162,7 @@ def test_published_decode_ceilings(
     plan = released_plan(formats)
     assert plan.token_bytes == pytest.approx(gigabytes * 1e9, rel=0.01)
     for bandwidth, rate in ((273e9, rate_at_273), (220e9, rate_at_220)):
-        monkeypatch.setitem(plan_module.DEVICES, "sm121", replace(DEVICES["sm121"], bytes_per_second=bandwidth))
+        monkeypatch.setitem(DEVICES, "sm121", replace(DEVICES["sm121"], bytes_per_second=bandwidth))
         assert plan.decode_rate == pytest.approx(rate, rel=0.01)
     resident = plan.weight_bytes - plan.ngram_table_bytes + mtp_bytes(mtp_experts) + vision_bytes()
     assert resident == pytest.approx(without_table * 1e9, rel=0.03)
@@ -239,7 +239,7 @@ def test_table_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     request = plan_request(PUBLISHED_NVFP4)
     on_device, on_host = make_plan(request), make_plan(replace(request, ple_residency=PleResidency.HOST))
     assert on_host.total_bytes == on_device.total_bytes, "it is the same memory"
-    monkeypatch.setitem(plan_module.DEVICES, "sm121", replace(DEVICES["sm121"], is_unified=False))
+    monkeypatch.setitem(DEVICES, "sm121", replace(DEVICES["sm121"], is_unified=False))
     assert on_host.total_bytes == on_device.total_bytes - on_device.ngram_table_bytes and on_host.staged_bytes == 0
     unknown = make_plan(replace(on_host.request, target="sm90"))
     assert unknown.total_bytes == on_device.total_bytes, "it may be the same memory"

@@ -8,11 +8,11 @@ import pytest
 from plan_requests import plan_request, released_plan
 from released_model import CONVERTED_TO_NVFP4, NVFP4_TABLE, OFFICIAL_FP8, PUBLISHED_NVFP4
 
-from qwen4exp_trt.builder import plan as plan_module
-from qwen4exp_trt.builder.plan import DEVICES, ActivationMemory, PlanRequest, PleResidency, make_plan
+from qwen4exp_trt.builder.plan import ActivationMemory, PlanRequest, PleResidency, make_plan
 from qwen4exp_trt.builder.plan_moves import fitting_moves
 from qwen4exp_trt.builder.plan_report import describe_misfit, describe_total
 from qwen4exp_trt.passes.choose_formats import Formats
+from qwen4exp_trt.runtime.target_devices import DEVICES
 
 SMALLEST = PUBLISHED_NVFP4 | NVFP4_TABLE
 ON_DISK, NVFP4_PLE, NVFP4_BODY = "--ple-residency disk", "--ple nvfp4", "--precision nvfp4"
@@ -85,17 +85,17 @@ def test_a_shorter_context_has_a_smaller_chunk(monkeypatch: pytest.MonkeyPatch) 
     request = replace(request_for(SMALLEST, 1, 4096), ple_residency=PleResidency.DISK)
     shortest = replace(request.limits, max_seq_len=64, prefill_chunk=64)
     usable = make_plan(replace(request, limits=shortest)).total_bytes
-    monkeypatch.setitem(plan_module.DEVICES, "sm121", replace(DEVICES["sm121"], usable_bytes=usable))
+    monkeypatch.setitem(DEVICES, "sm121", replace(DEVICES["sm121"], usable_bytes=usable))
     assert ("--max-seq-len 64",) in fitting_moves(request)
 
 
 def test_host_memory_is_offered_where_it_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(plan_module.DEVICES, "sm121", replace(DEVICES["sm121"], is_unified=False))
+    monkeypatch.setitem(DEVICES, "sm121", replace(DEVICES["sm121"], is_unified=False))
     assert fitting_moves(request_for(PUBLISHED_NVFP4, 1, 2051))[0] == ("--ple-residency host",)
 
 
 def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(plan_module.DEVICES, "sm121", replace(DEVICES["sm121"], usable_bytes=64 * 2**30))
+    monkeypatch.setitem(DEVICES, "sm121", replace(DEVICES["sm121"], usable_bytes=64 * 2**30))
     message = describe_misfit(make_plan(request_for({}, 8, 262_144)))
     assert message is not None and message.endswith("; all options that save memory together do not make it fit")
 
@@ -111,7 +111,7 @@ def test_message() -> None:
 
 def test_activations_count(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = released_plan(SMALLEST)
-    monkeypatch.setitem(plan_module.DEVICES, "sm121", replace(DEVICES["sm121"], usable_bytes=plan.total_bytes))
+    monkeypatch.setitem(DEVICES, "sm121", replace(DEVICES["sm121"], usable_bytes=plan.total_bytes))
     assert plan.missing_bytes == 0
     more = make_plan(replace(plan.request, activations=ActivationMemory(1, is_estimate=True)))
     assert more.missing_bytes == 1 and describe_misfit(more) is not None

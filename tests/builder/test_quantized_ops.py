@@ -23,7 +23,7 @@ from qwen4exp_trt.runtime.materialize import materialize_weight
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import format_program, load_program, save_program
 from qwen4exp_trt.runtime.specs import TensorSpec
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 Q4E: Any = torch.ops.q4e
 BF16, F32, FP8, FP4 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float4_e2m1fn_x2

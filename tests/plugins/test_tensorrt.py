@@ -28,7 +28,7 @@ from qwen4exp_trt.plugins.tensorrt import (
     register_creators,
     torch_dtypes,
 )
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 pytestmark = pytest.mark.trt
 

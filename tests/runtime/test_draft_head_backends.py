@@ -29,8 +29,8 @@ from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.memory_plan import plan_memory
 from qwen4exp_trt.runtime.sampler import SampleRequest, TokenHistory
-from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
 PAGES = 8

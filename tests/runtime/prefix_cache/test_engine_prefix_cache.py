@@ -17,7 +17,7 @@ from trt_simulator import SimulatedTensorRT
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend, engines_of
 from qwen4exp_trt.runtime.prefix_cache.cache import PrefixCache
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 pytestmark = pytest.mark.trt
 

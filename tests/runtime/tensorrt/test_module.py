@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from qwen4exp_trt.errors import BuildError
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 
 def test_unknown_backend_lists_the_choices() -> None:
@@ -35,6 +35,6 @@ def test_rtx_module_is_loaded_once() -> None:
 @pytest.mark.trt
 def test_an_import_without_the_preload_is_refused() -> None:
     """In a fresh process, where another module imported TensorRT first: its parser would abort at a plugin node."""
-    code = "import tensorrt_rtx; from qwen4exp_trt.runtime.trt_module import load_trt; load_trt('tensorrt-rtx')"
+    code = "import tensorrt_rtx; from qwen4exp_trt.runtime.tensorrt.module import load_trt; load_trt('tensorrt-rtx')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "BuildError: tensorrt_rtx was imported before" in result.stderr

@@ -15,7 +15,6 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.spec import element_shape
 from qwen4exp_trt.plugins.tensorrt import register_creators
 from qwen4exp_trt.runtime.bundle_programs import load_token_ids
-from qwen4exp_trt.runtime.engine_tensors import check_io_tensors
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan
 from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWindow
@@ -23,7 +22,8 @@ from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.sampler import SampleRequest, sample
 from qwen4exp_trt.runtime.state_pool import StatePool
 from qwen4exp_trt.runtime.step_result import DrawnStep, SampledStep, StepResult, drawn_step, real_rows, step_result
-from qwen4exp_trt.runtime.trt_log import make_log
+from qwen4exp_trt.runtime.tensorrt.engine_tensors import check_io_tensors
+from qwen4exp_trt.runtime.tensorrt.log import make_log
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 

@@ -18,8 +18,8 @@ from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.state_pool import allocate_states
-from qwen4exp_trt.runtime.tensorrt_backend import TensorRTBackend, check_engine_fits
-from qwen4exp_trt.runtime.trt_module import load_trt
+from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
 pytestmark = pytest.mark.trt
