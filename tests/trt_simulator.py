@@ -12,12 +12,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 from torch import Tensor
 
 from qwen4exp_trt.builder.interpret import OnnxProgram
 from qwen4exp_trt.builder.onnx_graph import TORCH_DTYPES
+from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.plugins.spec import element_shape
 from qwen4exp_trt.plugins.tensorrt import torch_dtypes
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, ONNX_FILE, Manifest
@@ -32,6 +34,8 @@ class SimulatedTensorRT(ModuleType):
     def __init__(self, real: ModuleType, bundle: Path) -> None:
         super().__init__(real.__name__)
         self.real, self.bundle, self.manifest = real, bundle, Manifest.load(bundle)
+        self.validity, self.invalidity = real.EngineValidity.VALID, 0
+        self.is_capturable, self.configs = True, list[_Config]()
         self.calls = dict.fromkeys(self.manifest.profiles, 0)
         self.engine_bytes = (bundle / ENGINE_FILE).read_bytes()
         self.program = OnnxProgram(onnx.load(bundle / ONNX_FILE))
@@ -40,6 +44,7 @@ class SimulatedTensorRT(ModuleType):
             part = bundle / DRAFT_DIR
             self.draft = (part / ENGINE_FILE).read_bytes(), OnnxProgram(onnx.load(part / ONNX_FILE))
             self.calls |= {f"{DRAFT_DIR}/{name}": 0 for name in self.manifest.draft.profiles}
+        self.creators = {(s.onnx_op_type, str(s.version)): s for s in plugin_specs().values()}
         self.ExecutionContextAllocationStrategy = SimpleNamespace(USER_MANAGED="user managed")
 
     def __getattr__(self, name: str) -> Any:
@@ -55,10 +60,16 @@ class SimulatedTensorRT(ModuleType):
         self.program._run_node = run
 
     def get_plugin_registry(self) -> Any:
-        return SimpleNamespace(register_creator=lambda creator, namespace: True)
+        return SimpleNamespace(
+            register_creator=lambda creator, namespace: True,
+            get_creator=lambda name, version, namespace: self.creators.get((name, version)),
+        )
 
     def Runtime(self, log: Any) -> Any:
-        return SimpleNamespace(deserialize_cuda_engine=lambda data: self._deserialize(data, log))
+        return SimpleNamespace(
+            deserialize_cuda_engine=lambda data: self._deserialize(bytes(data), log),
+            get_engine_validity=lambda data: (self.validity, self.invalidity),
+        )
 
     def _deserialize(self, data: bytes, log: Any) -> Any:
         if self.draft is not None and self.manifest.draft is not None and data == self.draft[0]:
@@ -100,18 +111,64 @@ class _Engine:
     def get_device_memory_size_for_profile_v2(self, index: int) -> int:
         return DEVICE_MEMORY * (index + 1)
 
-    def create_execution_context(self, strategy: Any) -> Any:
-        assert strategy == "user managed"
-        return _Context(self)
+    @property
+    def num_optimization_profiles(self) -> int:
+        return len(self.profiles)
+
+    def create_runtime_config(self) -> Any:
+        config = _Config()
+        self.trt.configs.append(config)
+        return config
+
+    def create_execution_context(self, config: Any) -> Any:
+        assert config.strategy == "user managed"
+        return _Context(self, config)
+
+
+class _Config:
+    cuda_graph_strategy: Any = None
+    dynamic_shapes_kernel_specialization_strategy: Any = None
+    strategy: Any = None
+    cache: Any = None
+
+    def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
+        self.strategy = strategy
+
+    def create_runtime_cache(self) -> Any:
+        return _Cache()
+
+    def set_runtime_cache(self, cache: Any) -> bool:
+        self.cache = cache
+        return True
+
+
+class _Cache:
+    """Has an entry for each set of shapes that was executed."""
+
+    def __init__(self) -> None:
+        self.entries: set[str] = set()
+
+    def deserialize(self, data: bytes) -> bool:
+        first, *lines = data.decode(errors="replace").splitlines()
+        if first != "cache":
+            return False
+        self.entries |= set(lines)
+        return True
+
+    def serialize(self) -> Any:
+        return np.frombuffer("\n".join(["cache", *sorted(self.entries)]).encode(), np.uint8)
 
 
 class _Context:
-    def __init__(self, engine: _Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: _Engine, config: _Config) -> None:
+        self.engine, self.config = engine, config
         self.profile: int | None = None
         self.has_memory = False
         self.addresses: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def is_stream_capturable(self, stream: int) -> bool:
+        return self.engine.trt.is_capturable
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
         self.profile = index
@@ -146,6 +203,8 @@ class _Context:
                 self._tensor(name, tuple(result.shape)).copy_(result)
             elif self.addresses[name] != self.addresses[source]:
                 return False  # an updated state that is not bound where the state is
+        if self.config.cache is not None:
+            self.config.cache.entries.add(str(sorted(self.shapes.items())))
         engine.trt.calls[engine.profile_names[self.profile]] += 1
         return True
 
