@@ -9,8 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from qwen4exp_trt.runtime import LLM, RequestOutput
+from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.sampler import SampleRequest
 from qwen4exp_trt.runtime.step_result import SampledStep
+from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 
 
 def ids(token_ids: Any) -> dict[str, Any]:
@@ -22,6 +24,13 @@ def generated(output: RequestOutput) -> list[int]:
     """The ids of the only output."""
     (completion,) = output.outputs
     return completion.token_ids
+
+
+def loaded_backend(llm: LLM) -> EagerBackend | TensorRTBackend:
+    """What ``llm`` runs steps on, with its weights and states."""
+    backend = llm.core.backend
+    assert isinstance(backend, EagerBackend | TensorRTBackend)
+    return backend
 
 
 def assert_idle(llm: LLM) -> None:

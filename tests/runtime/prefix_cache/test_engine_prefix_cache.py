@@ -19,7 +19,7 @@ from qwen4exp_trt.runtime.backend import EagerBackend, engines_of
 from qwen4exp_trt.runtime.prefix_cache.cache import PrefixCache
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
-pytestmark = pytest.mark.trt
+pytestmark = [pytest.mark.trt, pytest.mark.eager("compares both backends itself")]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
