@@ -40,6 +40,7 @@ from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
+from qwen4exp_trt.runtime.streams import CudaStream
 
 SCENARIOS = ((1, 2048), (1, 32768), (1, 200_000), (4, 2048), (4, 32768), (16, 2048), (16, 32768))
 """Sequences and context."""
@@ -162,7 +163,7 @@ class Model(FullSizeModel):
         """With the ``times`` that `step_ms` gave."""
         _, inputs = self.run(batch, context, rows)
         kernels = profile_kernels(lambda: self.backend.run(inputs))
-        moved = move_inputs(self.program.inputs, inputs, self.backend.device)
+        moved = move_inputs(self.program.inputs, inputs, self.backend.device, CudaStream(self.backend.device))
         distinct = mean_distinct_experts(self.program, moved, self.backend.states, self.backend.weights)
         step = self.bytes_of(batch, context, rows, distinct)
         measured = Measurement(

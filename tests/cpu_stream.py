@@ -65,11 +65,13 @@ class CpuStream:
     streams: ClassVar[weakref.WeakValueDictionary[int, CpuStream]] = weakref.WeakValueDictionary()
     """Those there are, by handle."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.handle = next(_handles)
         self.streams[self.handle] = self
         self._pending: list[tuple[Work, Any]] = []
         self._is_behind_caller = False
+        self._depth = 0
+        """Of blocks: inside of one the caller's stream is this one."""
         self._recorder: _Recorder | None = None
         self._graphs: list[CpuGraph] = []
         self._stagings: list[_Staging] = []
@@ -80,18 +82,23 @@ class CpuStream:
     def fork(self) -> Iterator[None]:
         self._check_not_capturing("fork")
         self._is_behind_caller = True
-        with _InOrder(self):
-            yield
+        self._depth += 1
+        try:
+            with _InOrder(self):
+                yield
+        finally:
+            self._depth -= 1
 
     def join(self) -> None:
         self._check_not_capturing("join")
-        self.run_pending()
-        self._is_behind_caller = False
+        if self._depth == 0:
+            self.run_pending()
+            self._is_behind_caller = False
 
     def synchronize(self) -> None:
         self._check_not_capturing("synchronize")
         self.run_pending()
-        self._is_behind_caller = False
+        self._is_behind_caller = self._depth > 0
 
     def capture(self, work: Callable[[], _Result]) -> tuple[CpuGraph, _Result]:
         self._check_not_capturing("capture")
@@ -194,7 +201,8 @@ class _InOrder(TorchDispatchMode):
         self._stream = stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._stream.run_pending()
+        if not func.is_view:
+            self._stream.run_pending()
         return func(*args, **(kwargs or {}))
 
 

@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from qwen4exp_trt.runtime import LLM, RequestOutput
-from qwen4exp_trt.runtime.backend import EagerBackend
+from qwen4exp_trt.runtime.program_backend import ProgramBackend
 from qwen4exp_trt.runtime.sampler import SampleRequest
 from qwen4exp_trt.runtime.step_result import SampledStep
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 
 
 def ids(token_ids: Any) -> dict[str, Any]:
@@ -26,10 +25,10 @@ def generated(output: RequestOutput) -> list[int]:
     return completion.token_ids
 
 
-def loaded_backend(llm: LLM) -> EagerBackend | TensorRTBackend:
+def loaded_backend(llm: LLM) -> ProgramBackend:
     """What ``llm`` runs steps on, with its weights and states."""
     backend = llm.core.backend
-    assert isinstance(backend, EagerBackend | TensorRTBackend)
+    assert isinstance(backend, ProgramBackend)
     return backend
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import bundles
 import pytest
-import torch
+from cpu_stream import CpuStream
 from trt_simulator import SimulatedTensorRT, violations
 
 from qwen4exp_trt.runtime import llm
-from qwen4exp_trt.runtime.backend import EagerBackend, engines_of, load_eager_backend, make_backend
+from qwen4exp_trt.runtime.backend import BackendChoice, engines_of, load_backend, load_eager_backend
 from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import Manifest
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
+from qwen4exp_trt.runtime.program_backend import ProgramBackend
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 OPTION, CHOICES = "--engine", ("eager", "simulated")
@@ -47,7 +47,7 @@ def _simulated_engines(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if request.config.getoption(OPTION) == "simulated":
             patch.setattr(bundles, "simulated_engines", True)
-            patch.setattr(llm, "make_backend", make_simulated_backend)
+            patch.setattr(llm, "load_backend", load_simulated_backend)
         yield
 
 
@@ -60,12 +60,12 @@ def _no_violations(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not violations
 
 
-def make_simulated_backend(
-    name: str, device: str | None, folder: Path, manifest: Manifest, options: LoadOptions
-) -> EagerBackend | TensorRTBackend:
-    """As `make_backend`: engines in place of the eager backend on the CPU, but for `debug_nan`, which they lack."""
-    if name != "eager" or device not in (None, "cpu") or options.debug_nan:
-        return make_backend(name, device, folder, manifest, options)
+def load_simulated_backend(
+    choice: BackendChoice, folder: Path, manifest: Manifest, options: LoadOptions
+) -> ProgramBackend:
+    """As `load_backend`: engines in place of the eager backend on the CPU, but for `debug_nan`, which they lack."""
+    if choice.name != "eager" or choice.device.type != "cpu" or options.debug_nan:
+        return load_backend(choice, folder, manifest, options)
     trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), folder)
-    loaded = load_eager_backend(folder, manifest, options, torch.device("cpu"), runs_engine=True)
-    return engines_of(trt, folder, manifest, loaded)
+    loaded = load_eager_backend(folder, manifest, options, choice.device, runs_engine=True)
+    return engines_of(trt, folder, manifest, loaded, options.graphs_on("cuda"), options.jit_cache, CpuStream)

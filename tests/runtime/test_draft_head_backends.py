@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from bundles import LIMITS, build, config_dict, write_text_files
+from cpu_stream import CpuStream
 from draft_head_steps import Rows, run_pairs, step_inputs
 from hf_parity import SELF_BOUND, random_prompt, relative_error
 from model_zoo import write_hf_checkpoint
@@ -182,7 +183,7 @@ def test_experts_in_fp8_are_what_they_mean(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def both(engine_bundle: Path) -> tuple[EagerBackend, TensorRTBackend, SimulatedTensorRT]:
     trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), engine_bundle)
-    engines = engines_of(trt, engine_bundle, Manifest.load(engine_bundle), load(engine_bundle))
+    engines = engines_of(trt, engine_bundle, Manifest.load(engine_bundle), load(engine_bundle), make_stream=CpuStream)
     return load(engine_bundle), engines, trt
 
 
@@ -202,7 +203,7 @@ def test_engines_give_what_the_programs_do(both: tuple[EagerBackend, TensorRTBac
     assert all(trt.calls.values()), trt.calls
     for name, state in eager.states.items():
         assert torch.equal(state, engines.states[name]), name
-    assert engines._activations.data_ptr() == engines.draft._activations.data_ptr()
+    assert engines.session.activations.data_ptr() == engines.draft.session.activations.data_ptr()
 
 
 @pytest.mark.trt
@@ -237,7 +238,7 @@ def test_a_draft_head_changes_no_text(bundle: Path, without: Path) -> None:
 
 def verify_bundle(bundle: Path, trt: SimulatedTensorRT, **values: Any) -> None:
     args = parse_args([str(bundle), "--device", "cpu"])
-    verify(argparse.Namespace(**{**vars(args), **values}), trt)
+    verify(argparse.Namespace(**{**vars(args), **values}), trt, CpuStream)
 
 
 @pytest.mark.trt
@@ -277,7 +278,7 @@ def test_engines_draft_what_the_programs_do(engine_bundle: Path) -> None:
         llm = LLM(engine_bundle, speculate="mtp:3")
         if has_engines:
             assert isinstance(llm.core.backend, EagerBackend) and llm.core.drafting is not None
-            engines = engines_of(trt, engine_bundle, llm.manifest, llm.core.backend)
+            engines = engines_of(trt, engine_bundle, llm.manifest, llm.core.backend, make_stream=CpuStream)
             llm.core.backend = engines
             llm.core.drafting.proposer._head = engines.draft  # pyright: ignore[reportAttributeAccessIssue]
         params = [

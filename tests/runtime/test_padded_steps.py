@@ -11,13 +11,12 @@ from serving import loaded_backend
 from torch import Tensor
 
 from qwen4exp_trt.runtime import LLM
-from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape, captured_shape
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
+from qwen4exp_trt.runtime.program_backend import ProgramBackend
 
 
 def padded(
-    backend: EagerBackend | TensorRTBackend, inputs: Mapping[str, Tensor], shape: StepShape
+    backend: ProgramBackend, inputs: Mapping[str, Tensor], shape: StepShape
 ) -> dict[str, Tensor]:
     """``inputs`` as a graph of ``shape`` gets them."""
     layout = InputLayout(backend.program.inputs, shape)
@@ -27,11 +26,11 @@ def padded(
 
 
 @pytest.fixture
-def backend(llm: LLM) -> EagerBackend | TensorRTBackend:
+def backend(llm: LLM) -> ProgramBackend:
     return loaded_backend(llm)
 
 
-def test_padded_steps_equal_unpadded_ones(llm: LLM, backend: EagerBackend | TensorRTBackend) -> None:
+def test_padded_steps_equal_unpadded_ones(llm: LLM, backend: ProgramBackend) -> None:
     logits: list[list[Tensor]] = []
     states: list[dict[str, Tensor]] = []
     for is_padded in (False, True):

@@ -112,8 +112,7 @@ class Context(Double):
 
     def is_stream_capturable(self, stream: int) -> bool:
         self._module.find_stream(stream)
-        strategies = self._module.CudaGraphStrategy
-        return self._config.cuda_graph_strategy == strategies.DISABLED
+        return self._module.is_capturable and not self._config._makes_graphs
 
     def get_runtime_config(self) -> RuntimeConfig:
         return self._config
@@ -121,6 +120,8 @@ class Context(Double):
     def execute_async_v3(self, stream_handle: int) -> bool:
         execution = self._execution()
         stream = self._module.find_stream(stream_handle)
+        if stream.is_capturing and self._config._makes_graphs:
+            raise SimulatorError(f"captured, while TensorRT makes the CUDA graphs of {execution.name}")
         if stream.is_capturing and execution.shapes_key not in self._executed_shapes:
             raise SimulatorError(f"captured before {execution.name} was executed once with these shapes")
         stream.enqueue(execution)

@@ -1,4 +1,4 @@
-"""Streams on which an execution runs at once: those of a GPU, whose own queue keeps the order."""
+"""A stream of a GPU, whose own queue keeps the order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,3 @@ class CudaTarget:
             work.poison()
             work.run()
 
-
-class ImmediateTarget:
-    is_capturing = False
-
-    def enqueue(self, work: Any) -> None:
-        work.poison()
-        work.run()

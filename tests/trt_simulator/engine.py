@@ -129,7 +129,10 @@ class Engine(Double):
         return index
 
     def create_runtime_config(self) -> RuntimeConfig:
-        return RuntimeConfig(self._module)
+        self._check_alive()
+        config = RuntimeConfig(self._module)
+        self._module.configs.append(config)
+        return config
 
     def create_execution_context(self, strategy: Any = None, runtime_config: Any = None) -> Context:
         """By a strategy or by a config, as the overloads of the bindings have it."""

@@ -86,7 +86,7 @@ class Execution:
         for name, source in self.file.aliases.items():
             assert results[name] is operands[source], name
         self.module.calls[self.name] += 1
-        self.context._config._compiled({f"{self.name}/{node.op_type}" for node in self.file.program.graph.node})
+        self.context._config._compiled(f"{self.name} {sorted(self.shapes.items())}")
 
     def _store(self, name: str, result: Tensor) -> None:
         dtype, shape = self.file.dtypes[name], torch_shape(self.file.dtypes[name], self.shapes[name])

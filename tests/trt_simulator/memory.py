@@ -20,7 +20,7 @@ from qwen4exp_trt.plugins.spec import element_shape
 from trt_simulator.errors import SimulatorError
 
 ALIGNMENT = 256
-"""What TensorRT asks of every address. A CPU allocation's own start counts as aligned: on a GPU it would be."""
+"""What TensorRT asks of every address."""
 RAW = torch.uint8
 """Memory of any dtype."""
 _HASHED_WHOLE = 1 << 16
@@ -137,8 +137,7 @@ class Memory:
                 f"{what} needs {size} bytes at {address:#x}, but the storage there has {storage.nbytes()} and ends "
                 f"{address + size - start - storage.nbytes()} bytes earlier"
             )
-        offset = address - start if storage.device.type == "cpu" else address
-        if offset % ALIGNMENT:
+        if address % ALIGNMENT:
             raise SimulatorError(f"{what} is misaligned: {address:#x} is not a multiple of {ALIGNMENT} bytes in memory")
         return Region(what, address, size, seen)
 

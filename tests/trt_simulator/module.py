@@ -15,12 +15,13 @@ from cpu_stream import CpuStream
 
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, LAYERS_FILE, ONNX_FILE, Manifest
 from trt_simulator import api
-from trt_simulator.cuda_streams import CudaTarget, ImmediateTarget
+from trt_simulator.cuda_streams import CudaTarget
 from trt_simulator.engine import Engine, EngineFile
 from trt_simulator.errors import SimulatorError
 from trt_simulator.memory import MEMORY
 from trt_simulator.program import SimulatedProgram
 from trt_simulator.registry import Registry
+from trt_simulator.runtime_config import RuntimeConfig
 
 
 class SimulatedTensorRT(ModuleType):
@@ -52,6 +53,12 @@ class SimulatedTensorRT(ModuleType):
         self.refusals: dict[str, str] = {}
         """Method (``IExecutionContext.execute_async_v3``) -> what TensorRT logs when it next refuses the call."""
         self.log: Any = None
+        self.validity = real.EngineValidity.VALID if hasattr(real, "EngineValidity") else None
+        self.invalidity = 0
+        """What ``get_engine_validity`` says of a known engine, and its reasons."""
+        self.is_capturable = True
+        self.configs: list[RuntimeConfig] = []
+        """All that were made."""
         self._registry = Registry(self)
         MEMORY.watch()
 
@@ -107,8 +114,6 @@ class SimulatedTensorRT(ModuleType):
         """Where work for the stream of ``handle`` goes."""
         if self.device.type == "cuda":
             return CudaTarget(handle, self.device)
-        if handle == 0:
-            return ImmediateTarget()
         stream = CpuStream.streams.get(handle)
         if stream is None:
             raise SimulatorError(f"there is no stream {handle:#x}")
@@ -132,8 +137,8 @@ class Runtime(api.Double):
         return Engine(self._module, self, file)
 
     def get_engine_validity(self, buffer: Any) -> tuple[Any, int]:
-        validities = self._module.EngineValidity
-        return (validities.INVALID if self._file(buffer) is None else validities.VALID), 0
+        bytes(buffer)
+        return self._module.validity, self._module.invalidity
 
     def get_plugin_registry(self) -> Registry:
         return self._module._registry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from trt_simulator.api import Double
 from trt_simulator.errors import SimulatorError
 
@@ -22,11 +23,12 @@ class RuntimeCache(Double):
         data = bytes(blob)
         if not data.startswith(self._header()):
             return False
-        self._kernels |= set(data[len(self._header()) :].decode().split())
+        self._kernels |= set(data[len(self._header()) :].decode().splitlines())
         return True
 
-    def serialize(self) -> bytes:
-        return self._header() + " ".join(sorted(self._kernels)).encode()
+    def serialize(self) -> np.ndarray:
+        """As an ``IHostMemory``: a buffer with ``nbytes``."""
+        return np.frombuffer(self._header() + "\n".join(sorted(self._kernels)).encode(), np.uint8)
 
     def reset(self) -> bool:
         self._kernels.clear()
@@ -81,7 +83,11 @@ class RuntimeConfig(Double):
     def dynamic_shapes_kernel_specialization_strategy(self, strategy: Any) -> None:
         self._specialization = strategy
 
-    def _compiled(self, kernels: set[str]) -> None:
+    @property
+    def _makes_graphs(self) -> bool:
+        return self._graphs is not None and self._graphs != self._module.CudaGraphStrategy.DISABLED
+
+    def _compiled(self, what: str) -> None:
         """Note what an execution has compiled."""
         if self._cache is not None:
-            self._cache._kernels |= kernels
+            self._cache._kernels.add(what)

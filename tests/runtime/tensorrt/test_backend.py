@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from bundles import build, tiny_checkpoint
+from cpu_stream import CpuStream
 from serving import assert_idle, generated, ids
 from trt_simulator import SimulatedTensorRT
 
@@ -18,7 +19,8 @@ from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.state_pool import allocate_states
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
+from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
@@ -42,7 +44,7 @@ def trt(bundle: Path) -> SimulatedTensorRT:
 def engine_backend(trt: Any, bundle: Path, loaded: EagerBackend, num_blocks: int = 24) -> TensorRTBackend:
     manifest = Manifest.load(bundle)
     states = allocate_states(loaded.program.states, num_blocks, manifest.limits.num_slots, CPU)
-    return TensorRTBackend(trt, bundle, manifest, loaded.program, states, loaded.weights, CPU)
+    return TensorRTBackend(trt, bundle, manifest, loaded.program, states, loaded.weights, CPU, stream=CpuStream())
 
 
 def verify_args(bundle: Path, **values: Any) -> argparse.Namespace:
@@ -67,7 +69,7 @@ def test_rows_of_a_table_on_disk_are_bound_like_any_input(tmp_path: Path, capsys
     checkpoint = tiny_checkpoint(tmp_path / "checkpoint")
     bundle = build(checkpoint, tmp_path / "bundle", activation_dtype="bfloat16", ple_residency="disk")
     trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), bundle)
-    verify(verify_args(bundle, tolerance=1e-6), trt)
+    verify(verify_args(bundle, tolerance=1e-6), trt, CpuStream)
     assert "the engine agrees with the program" in capsys.readouterr().out
     prompts, params = [ids([5, 6, 7]), ids([9])], SamplingParams(temperature=0, max_tokens=9)
     llm = LLM(bundle, enable_prefix_caching=False)  # its states are not the engine's
@@ -80,7 +82,7 @@ def test_rows_of_a_table_on_disk_are_bound_like_any_input(tmp_path: Path, capsys
 
 
 def test_verify_prints_every_step(trt: SimulatedTensorRT, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verify(verify_args(bundle, tolerance=1e-6), trt)
+    verify(verify_args(bundle, tolerance=1e-6), trt, CpuStream)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"the engine agrees with the program within 1e-06 on {len(lines) - 1} steps"
     assert all("largest error 0.00e+00" in line for line in lines[:-1])
@@ -102,7 +104,7 @@ def test_verify_names_the_first_tensor_that_differs(trt: SimulatedTensorRT, bund
     trt.run_node = damaged
     name = ("layers.0.linear_attn.conv_state", "layers.1.self_attn.kv_cache")[layer]
     with pytest.raises(BundleError, match=rf"prefill of tokens 0 to [0-9]+: the engine gives another {name} than"):
-        verify(verify_args(bundle), trt)
+        verify(verify_args(bundle), trt, CpuStream)
 
 
 def test_bundle_without_engine_is_refused(bundle: Path, tmp_path: Path) -> None:
