@@ -120,7 +120,8 @@ class CpuStream:
 
     def staging(self, num_bytes: int) -> Tensor:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
-        self._stagings.append(_Staging(memory))
+        self._stagings[:] = [staging for staging in self._stagings if staging.memory() is not None]
+        self._stagings.append(_Staging(weakref.ref(memory), _digest(memory)))
         return memory
 
     # --- for what enqueues ------------------------------------------------------------------------------------------
@@ -267,9 +268,14 @@ class _Op:
 class _Staging:
     """Memory that copies are made from; ``event`` is that behind a copy which may still be under way."""
 
-    memory: Tensor
-    digest: int = 0
+    memory: weakref.ref[Tensor]
+    """It may go away with a copy under way: memory of the host is not used again before."""
+    digest: int
     event: CpuEvent | None = None
+
+    def new_digest(self) -> int:
+        memory = self.memory()
+        return self.digest if memory is None else _digest(memory)
 
 
 @dataclass(eq=False)
@@ -281,8 +287,7 @@ class CpuEvent:
     def record(self) -> None:
         self._check()
         for staging in self.stagings:
-            digest = zlib.crc32(staging.memory.numpy())
-            if staging.event is None and digest != staging.digest:
+            if staging.event is None and (digest := staging.new_digest()) != staging.digest:
                 staging.digest, staging.event = digest, self
 
     def synchronize(self) -> None:
@@ -293,8 +298,12 @@ class CpuEvent:
 
     def _check(self) -> None:
         for staging in self.stagings:
-            if staging.event is not None and zlib.crc32(staging.memory.numpy()) != staging.digest:
+            if staging.event is not None and staging.new_digest() != staging.digest:
                 raise StreamError("staging memory is written while a copy from it may be under way: wait for its event")
+
+
+def _digest(memory: Tensor) -> int:
+    return zlib.crc32(memory.numpy())
 
 
 def poison(tensor: Tensor) -> None:

@@ -15,9 +15,7 @@ from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepSh
 from qwen4exp_trt.runtime.program_backend import ProgramBackend
 
 
-def padded(
-    backend: ProgramBackend, inputs: Mapping[str, Tensor], shape: StepShape
-) -> dict[str, Tensor]:
+def padded(backend: ProgramBackend, inputs: Mapping[str, Tensor], shape: StepShape) -> dict[str, Tensor]:
     """``inputs`` as a graph of ``shape`` gets them."""
     layout = InputLayout(backend.program.inputs, shape)
     buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)

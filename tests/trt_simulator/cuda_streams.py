@@ -22,4 +22,3 @@ class CudaTarget:
         with torch.cuda.stream(self._stream):
             work.poison()
             work.run()
-

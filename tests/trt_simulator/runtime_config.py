@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from trt_simulator.api import Double
 from trt_simulator.errors import SimulatorError
 
