@@ -34,6 +34,7 @@ from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
+pytestmark = pytest.mark.eager("compares both backends itself")
 PAGES = 8
 PROMPT = random_prompt(40, seed=1, vocab_size=300)
 NUM_IDS = 48
@@ -254,8 +255,8 @@ def test_verify_compares_the_draft_head_too(engine_bundle: Path, capsys: pytest.
 def test_verify_names_what_of_the_draft_head_differs(engine_bundle: Path) -> None:
     """The head's engine damaged, while the model's is right."""
     trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), engine_bundle)
-    assert trt.draft is not None
-    run = trt.draft[1]._run_node
+    assert len(trt.engine_files) == 2
+    run = trt.engine_files[1].program._run_node
 
     def damaged(node: Any, operands: list[Tensor]) -> Any:
         outputs = run(node, operands)
@@ -263,7 +264,7 @@ def test_verify_names_what_of_the_draft_head_differs(engine_bundle: Path) -> Non
             (outputs[0] if isinstance(outputs, list) else outputs).mul_(1.5)
         return outputs
 
-    trt.draft[1]._run_node = damaged  # type: ignore[method-assign]
+    trt.engine_files[1].program._run_node = damaged  # type: ignore[method-assign]
     with pytest.raises(BundleError, match=r"the engine gives another mtp\.layers\.0\.self_attn\.kv_cache than"):
         verify_bundle(engine_bundle, trt)
 

@@ -25,7 +25,7 @@ from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
-pytestmark = pytest.mark.trt
+pytestmark = [pytest.mark.trt, pytest.mark.eager("compares both backends itself")]
 CPU = torch.device("cpu")
 
 
@@ -131,7 +131,7 @@ def test_damaged_engine_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None
     """TensorRT's own message is in the error."""
     loaded = LLM(bundle).core.backend
     assert isinstance(loaded, EagerBackend)
-    trt.engine_bytes = b"another"
+    trt.engine_files[0].data = b"another"
     with pytest.raises(BundleError, match=f"{ENGINE_FILE}: TensorRT cannot load it: not the serialized engine"):
         engine_backend(trt, bundle, loaded)
 
