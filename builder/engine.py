@@ -49,6 +49,7 @@ def build_engine(
     """
     log = make_log(trt, lambda message: message.startswith(REPORT_START))
     register_creators(trt)
+    take_callback_errors()  # of builds and steps before
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     config = _builder_config(trt, builder, target)

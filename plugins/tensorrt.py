@@ -135,6 +135,10 @@ def take_callback_errors() -> list[str]:
     return taken
 
 
+def _note(node: str, spec: OpSpec, problem: str) -> None:
+    _callback_errors.append(f"node {node} ({spec.onnx_op_type}): {problem}")
+
+
 @contextmanager
 def _noted(node: str, spec: OpSpec, callback: str) -> Iterator[None]:
     """Keep the exception of a callback for `take_callback_errors`."""
@@ -142,7 +146,7 @@ def _noted(node: str, spec: OpSpec, callback: str) -> Iterator[None]:
         yield
     except Exception as error:
         kind = "" if isinstance(error, PluginError) else f"{type(error).__name__}: "
-        _callback_errors.append(f"node {node} ({spec.onnx_op_type}), {callback}: {kind}{error}")
+        _note(node, spec, f"{callback}: {kind}{error}")
         raise
 
 
@@ -211,8 +215,12 @@ class _OpPlugin:
             return types[pos] == types[self.get_aliased_input(pos - num_inputs)]
         dtypes = [torch_dtypes(self.trt).get(dtype) for dtype in types[: min(pos, num_inputs)]]
         activation = self.spec.activation_dtype(dtypes, self.attrs)
-        allowed = dtypes_of((*self.spec.inputs, *self.spec.outputs)[pos].dtype, activation)
-        return types[pos] in [_trt_dtype(self.trt, dtype) for dtype in allowed]
+        arg = (*self.spec.inputs, *self.spec.outputs)[pos]
+        allowed = [_trt_dtype(self.trt, dtype) for dtype in dtypes_of(arg.dtype, activation)]
+        if types[pos] not in allowed:
+            expected = " or ".join(dtype.name for dtype in allowed)
+            _note(self.node, self.spec, f"{arg.name} is {types[pos].name}, expected {expected}")
+        return types[pos] in allowed
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """A failure here ends the build; one of `get_workspace_size`, asked next, TensorRT takes for no workspace."""
