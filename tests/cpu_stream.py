@@ -41,6 +41,9 @@ class Work(Protocol):
 
     name: str
 
+    def prepare(self, run_earlier: Callable[[], None]) -> None:
+        """What the host does when it enqueues. ``run_earlier`` runs what is in front of it."""
+
     def poison(self) -> None:
         """Fill the results with what shows when it is read."""
 
@@ -150,8 +153,10 @@ class CpuStream:
         self._enqueue(work)
 
     def _enqueue(self, work: Work) -> None:
-        digests = work.digests()
-        work.poison()
+        with torch.utils._python_dispatch._disable_current_modes():
+            work.prepare(self.run_pending)
+            digests = work.digests()
+            work.poison()
         self._pending.append((work, digests))
 
     def run_pending(self) -> None:
