@@ -34,7 +34,7 @@ DRAFT_DIR = "mtp"
 TOKEN_IDS_FILE = f"{DRAFT_DIR}/token_ids.json"
 """The ids that the columns of a draft head's logits stand for, ascending; only there if they are not all."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _T = TypeVar("_T")
 

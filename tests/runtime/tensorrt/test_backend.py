@@ -11,6 +11,7 @@ import pytest
 import torch
 from bundles import build, tiny_checkpoint
 from cpu_stream import CpuStream
+from draft_head_steps import Rows, step_inputs
 from serving import assert_idle, generated, ids
 from trt_simulator import SimulatedTensorRT
 
@@ -122,7 +123,7 @@ def test_engine_on_a_cpu_is_refused(bundle: Path) -> None:
 
 def test_engine_of_another_tensorrt_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
     trt.__version__ = "9.9.9"
-    with pytest.raises(BundleError, match=r"built by tensorrt-rtx \(tensorrt_rtx .*\), this is tensorrt_rtx 9\.9\.9"):
+    with pytest.raises(BundleError, match=r"built by tensorrt_rtx 1\..*, this is tensorrt_rtx 9\.9\.9"):
         check_engine_fits(trt, bundle, Manifest.load(bundle), CPU)
 
 
@@ -151,9 +152,7 @@ def test_step_outside_the_profiles_is_refused(trt: SimulatedTensorRT, bundle: Pa
     llm = LLM(bundle)
     assert isinstance(llm.core.backend, EagerBackend)
     backend = engine_backend(trt, bundle, llm.core.backend)
-    specs = backend.program.inputs
-    inputs = {spec.name: torch.zeros([1 if isinstance(dim, str) else dim for dim in spec.shape]) for spec in specs}
-    inputs["input_ids"] = torch.zeros(1000, dtype=torch.int32)
+    inputs = step_inputs(Rows(0, 0, list(range(1, 34))), pages=8, num_logits=1)
     with pytest.raises(BundleError, match=r"no profile of the engine \(decode, prefill\) holds a step of the shapes"):
         backend.run(inputs)
 
@@ -164,11 +163,11 @@ def test_unbound_tensors_do_not_execute(trt: SimulatedTensorRT, bundle: Path) ->
     assert isinstance(llm.core.backend, EagerBackend)
     backend = engine_backend(trt, bundle, llm.core.backend)
     elsewhere = torch.zeros(1 << 16)
-    backend.contexts["prefill"].set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
-    backend.contexts["decode"].set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
+    backend.contexts["prefill"].handle.set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
+    backend.contexts["decode"].handle.set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
     llm.core.backend = backend
-    with pytest.raises(BundleError, match="TensorRT could not execute the profile"):
-        llm.generate([ids([1, 2, 3])], SamplingParams(temperature=0, max_tokens=2))
+    with pytest.raises(BundleError, match="TensorRT could not execute a step"):
+        llm.generate([ids(list(range(1, 20)))], SamplingParams(temperature=0, max_tokens=2))
 
 
 def test_manifest_ranges_are_json(bundle: Path) -> None:
