@@ -76,7 +76,7 @@ class CpuStream:
         self._depth = 0
         """Of blocks: inside of one the caller's stream is this one."""
         self._recorder: _Recorder | None = None
-        self._graphs: list[CpuGraph] = []
+        self._graphs = weakref.WeakSet[CpuGraph]()
         self._stagings: list[_Staging] = []
 
     # --- of runtime.streams.Stream --------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class CpuStream:
         finally:
             self._recorder.undo()
             self._recorder = None
-        self._graphs.append(graph)
+        self._graphs.add(graph)
         return graph, result
 
     def event(self) -> CpuEvent:
@@ -161,9 +161,10 @@ class CpuStream:
 
     def run_pending(self) -> None:
         """Run what is enqueued, in order."""
-        while self._pending:
-            work, digests = self._pending.pop(0)
+        for work, digests in self._pending:
             work.check_unchanged(digests)
+        while self._pending:
+            work, _ = self._pending.pop(0)
             with torch.utils._python_dispatch._disable_current_modes():
                 work.run()
 

@@ -99,7 +99,8 @@ class Context(Double):
         return True
 
     def get_tensor_address(self, name: str) -> int:
-        return self._bound[self._known(name)][0] if name in self._bound else 0
+        self._known(name)
+        return self._bound[name][0] if name in self._bound else 0
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         if self._known(name) in self._file.inputs:

@@ -128,10 +128,8 @@ def check_disjoint(file: EngineFile, regions: Mapping[str, Region], device_memor
     last = None
     for region in ordered:
         if last is not None and region.address < last.end and region.num_bytes:
-            pair = [r for r in (last, region) if r is device_memory or is_written[r.what]]
-            if pair:
-                raise SimulatorError(
-                    f"{region.what} overlaps {last.what}: {', '.join(r.what for r in pair)} is written"
-                )
+            written = [each.what for each in (last, region) if each is device_memory or is_written[each.what]]
+            if written:
+                raise SimulatorError(f"{region.what} overlaps {last.what}, and {' and '.join(written)} is written")
         if last is None or region.end > last.end:
             last = region
