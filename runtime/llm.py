@@ -17,7 +17,7 @@ from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import make_drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
-from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES, LoadOptions
+from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES, LoadOptions, WeightMaker
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
 from qwen4exp_trt.runtime.prefix_cache.cache import PrefixCache
@@ -59,7 +59,8 @@ class LLM:
     ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
     ``enable_prefix_caching``: keep the states of prompts for others that begin alike; the options behind it are those
     of `PrefixCacheOptions`. ``debug_nan``: run each step op by op, slowly, so that a request whose logits are unusable
-    says where that began; for ``eager`` only. Raises `BundleError` for a bundle that is damaged, of another version,
+    says where that began; for ``eager`` only. ``weight_maker``: makes the weights in place of the checkpoint, which
+    need not be there. Raises `BundleError` for a bundle that is damaged, of another version,
     without weights or too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is
     not the one it was built from.
 
@@ -85,7 +86,10 @@ class LLM:
         disk_cache_bytes: int = DEFAULT_DISK_BYTES,
         snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
         debug_nan: bool = False,
+        weight_maker: WeightMaker | None = None,
     ) -> None:
+        if weight_maker is not None and cache_dir is not None:
+            raise BundleError("cache_dir keeps states of the checkpoint's weights; leave it out with a weight_maker")
         self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         how = (prefix_cache_bytes, host_cache_bytes, cache_dir, disk_cache_bytes, snapshot_interval)
         caching = PrefixCacheOptions(*how) if enable_prefix_caching else None
@@ -98,6 +102,7 @@ class LLM:
             prefix_cache=caching,
             debug_nan=debug_nan,
             progress=progress,
+            weight_maker=weight_maker,
         )
         folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)
