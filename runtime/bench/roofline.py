@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
-from qwen4exp_trt.plugins.cost import Cost, StepSize, sum_costs
-from qwen4exp_trt.runtime.step_costs import floor_seconds, step_costs
 
 from qwen4exp_trt.plugins.compile import architecture
+from qwen4exp_trt.plugins.cost import Cost, StepSize, sum_costs
 from qwen4exp_trt.runtime.bench.cases import DecodeCase, StepKind
 from qwen4exp_trt.runtime.bench.rates import Bandwidth
 from qwen4exp_trt.runtime.host_memory import total_memory
 from qwen4exp_trt.runtime.program import Program
+from qwen4exp_trt.runtime.step_costs import floor_seconds, step_cost
 from qwen4exp_trt.runtime.target_devices import DEVICES, Device
 
 _MOST_CHUNKS = 16
@@ -68,10 +68,10 @@ def make_rooflines(device: torch.device, bandwidth: Bandwidth, matmul_rate: floa
 def decode_floor(model: Program, head: Program | None, case: DecodeCase, rooflines: Rooflines) -> Floor:
     """Of a step. The draft head reads its weights again for each draft, with a row of each sequence."""
     rows = case.batch * case.rows
-    costs = [_cost(model, StepSize(case.batch, rows, case.context, num_logits=rows))]
+    costs = [step_cost(model, StepSize(case.batch, rows, case.context, num_logits=rows))]
     if case.kind is StepKind.DRAFT:
         assert head is not None, "a draft head is loaded"
-        costs += [_cost(head, StepSize(case.batch, case.batch, case.context))] * case.drafts
+        costs += [step_cost(head, StepSize(case.batch, case.batch, case.context))] * case.drafts
     return _floor(costs, rooflines)
 
 
@@ -86,17 +86,13 @@ def _costs_of_all(model: Program, sizes: Sequence[StepSize]) -> list[Cost]:
     """Of each size. Many are cut into `_MOST_CHUNKS` neighborhoods, and what the middle of each costs its others do,
     but the last one, which may be short."""
     if len(sizes) <= _MOST_CHUNKS:
-        return [_cost(model, size) for size in sizes]
+        return [step_cost(model, size) for size in sizes]
     *most, last = sizes
     groups: dict[int, list[StepSize]] = {}
     for index, size in enumerate(most):
         groups.setdefault(index * _MOST_CHUNKS // len(most), []).append(size)
-    costs = [cost for group in groups.values() for cost in [_cost(model, group[len(group) // 2])] * len(group)]
-    return [*costs, _cost(model, last)]
-
-
-def _cost(program: Program, size: StepSize) -> Cost:
-    return sum_costs(each.cost for each in step_costs(program, size))
+    costs = [cost for group in groups.values() for cost in [step_cost(model, group[len(group) // 2])] * len(group)]
+    return [*costs, step_cost(model, last)]
 
 
 def _floor(costs: Iterable[Cost], rooflines: Rooflines) -> Floor:
