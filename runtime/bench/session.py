@@ -150,8 +150,6 @@ class Session:
             document.load = {
                 "seconds": self._clock() - start,
                 "weights": "checkpoint" if settings.random_seed is None else f"random, seed {settings.random_seed}",
-                "weight_bytes": sum(weight.nbytes for weight in llm.core.backend.weights.values()),
-                "state_bytes": sum(state.nbytes for state in llm.core.states.pool.values()),
                 **llm.info,
             }
             document.memory = {"before_loading": before, "after_loading": _memory_now(device)}
@@ -212,11 +210,16 @@ def _options(settings: Settings) -> dict[str, Any]:
 
 
 def _describe_backend(bundle: LoadedBundle) -> dict[str, Any]:
-    backend = bundle.backend
+    backend, head = bundle.backend, bundle.backend.draft
+    weights = {**backend.weights, **(head.weights if head is not None else {})}
+    sizes = {
+        "weight_bytes": sum(weight.nbytes for weight in weights.values()),
+        "state_bytes": sum(state.nbytes for state in bundle.llm.core.states.pool.values()),
+    }
     if isinstance(backend, EagerBackend):
         graphs = "own" if bundle.is_gpu else "none"
-        return {"backend": "eager", "device": bundle.device.type, "graphs": graphs}
-    return {"backend": bundle.manifest.backend, "device": bundle.device.type}
+        return {"backend": "eager", "device": bundle.device.type, "graphs": graphs, **sizes}
+    return {"backend": bundle.manifest.backend, "device": bundle.device.type, **sizes}
 
 
 def _memory_now(device: torch.device) -> dict[str, int | None]:
