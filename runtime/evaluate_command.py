@@ -12,7 +12,7 @@ from typing import Any
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.evaluation import Evaluation, default_window, evaluate
-from qwen4exp_trt.runtime.json_files import check_json_target, write_json
+from qwen4exp_trt.runtime.json_files import check_file_target, write_json
 from qwen4exp_trt.runtime.llm import LLM
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import ProgressLine, loading_line
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     """Evaluate, printing progress on stderr and the result on stdout."""
     text = read_text(args.text, RequestError)
     if args.json is not None:
-        check_json_target(args.json)
+        check_file_target(args.json, "--json")
     llm = _load(args, args.bundle)
     base = None if args.against is None else _load(args, args.against, checkpoint=args.against_checkpoint)
     line = ProgressLine(lambda done, total: f"window {done} of {total}")

@@ -23,23 +23,28 @@ def read_json_object(path: Path, error_class: type[Q4eError]) -> dict[str, Any]:
     return data
 
 
-def check_json_target(path: Path) -> None:
-    """`RequestError` before the work if the file of ``--json`` cannot be written after it."""
+def check_file_target(path: Path, option: str) -> None:
+    """`RequestError` before the work if the file of ``option``, such as ``--json``, cannot be written after it."""
     try:
         if path.exists() and not path.is_file():
-            raise RequestError(f"{path}: --json writes a file, and this is something else; choose another name")
+            raise RequestError(f"{path}: {option} writes a file, and this is something else; choose another name")
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        raise RequestError(f"{path}: --json cannot write a file there: {error.strerror}; choose another") from error
+        raise RequestError(f"{path}: {option} cannot write a file there: {error.strerror}; choose another") from error
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write the file under a temporary name first, so that it is whole or as it was."""
     target = path.resolve()
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            staged = Path(folder) / "result.json"
-            staged.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            staged = Path(folder) / "result"
+            staged.write_text(text, encoding="utf-8")
             staged.replace(target)
     except OSError as error:
         raise RequestError(f"{path}: cannot write the result: {error.strerror}") from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """`write_text` of ``data`` as JSON."""
+    write_text(path, json.dumps(data, indent=1) + "\n")

@@ -12,7 +12,7 @@ from qwen4exp_trt.runtime.bench.cases import EFFORTS, Selection
 from qwen4exp_trt.runtime.bench.session import DEFAULT_DRAFTS, Session, Settings
 from qwen4exp_trt.runtime.bench.tables import tables
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
-from qwen4exp_trt.runtime.json_files import check_json_target
+from qwen4exp_trt.runtime.json_files import check_file_target
 from qwen4exp_trt.runtime.runtime_options import add_runtime_options, llm_options
 
 PROG = "qwen4exp-bench"
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(session: Session) -> None:
     """Measure, and print what was measured even if it was interrupted."""
     if session.settings.json is not None:
-        check_json_target(session.settings.json)
+        check_file_target(session.settings.json, "--json")
     try:
         session.run()
     finally:

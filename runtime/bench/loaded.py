@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from qwen4exp_trt.errors import BundleError
-from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.bench.cases import Room
 from qwen4exp_trt.runtime.bench.filled_states import FilledCache, fill_pages, fill_slots
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.llm import LLM
+from qwen4exp_trt.runtime.program_backend import ProgramBackend
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 
 
 class LoadedBundle:
@@ -24,7 +23,7 @@ class LoadedBundle:
 
     def __init__(self, llm: LLM, seed: int = 0) -> None:
         backend = llm.core.backend
-        assert isinstance(backend, EagerBackend | TensorRTBackend)
+        assert isinstance(backend, ProgramBackend)
         self.llm, self.backend, self.manifest, self.device = llm, backend, llm.manifest, backend.device
         self.limits, self.num_blocks = llm.manifest.limits, llm.memory_plan.num_blocks
         self.tokenizer = llm.tokenizer

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.runtime.aligned_memory import aligned_empty
 from qwen4exp_trt.runtime.host_memory import map_into_gpu
 from qwen4exp_trt.runtime.materialize import materialize
 from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable
@@ -81,7 +82,7 @@ def _random_weight(spec: WeightSpec, generator: torch.Generator) -> Tensor:
     if isinstance(spec.recipe, Literal):
         return materialize(spec.recipe, {}.__getitem__, device)
     dtype = dtype_from_name(spec.tensor.dtype)
-    weight = torch.empty([extent_of(dim, {}) for dim in spec.tensor.shape], dtype=dtype, device=device)
+    weight = aligned_empty([extent_of(dim, {}) for dim in spec.tensor.shape], dtype, device)
     if dtype == torch.float4_e2m1fn_x2:
         weight.view(torch.uint8).random_(generator=generator)
     elif dtype == torch.float8_e4m3fn and "block_scales" in name:

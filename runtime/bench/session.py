@@ -16,7 +16,6 @@ import torch
 
 from qwen4exp_trt.errors import BundleError, Q4eError
 from qwen4exp_trt.plugins.compile import cache_dir
-from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.bench.cases import Effort, LeftOut, Selection, choose_cases
 from qwen4exp_trt.runtime.bench.checks import check_bundle, check_can_compare
 from qwen4exp_trt.runtime.bench.document import COMPLETE, FAILED, INTERRUPTED, Document, describe_bundle, plain
@@ -33,6 +32,7 @@ from qwen4exp_trt.runtime.host_memory import available_memory, meminfo
 from qwen4exp_trt.runtime.llm import LLM
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import loading_line
+from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 
 DEFAULT_DRAFTS = "mtp:3"
 """With which a bundle that has a draft head is loaded, unless asked otherwise."""
@@ -216,10 +216,32 @@ def _describe_backend(bundle: LoadedBundle) -> dict[str, Any]:
         "weight_bytes": sum(weight.nbytes for weight in weights.values()),
         "state_bytes": sum(state.nbytes for state in bundle.llm.core.states.pool.values()),
     }
-    if isinstance(backend, EagerBackend):
-        graphs = "own" if bundle.is_gpu else "none"
-        return {"backend": "eager", "device": bundle.device.type, "graphs": graphs, **sizes}
-    return {"backend": bundle.manifest.backend, "device": bundle.device.type, **sizes}
+    engines = [_describe_engine(part) for part in (backend, head) if isinstance(part, TensorRTBackend)]
+    return {
+        "backend": bundle.manifest.backend if engines else "eager",
+        "device": bundle.device.type,
+        "cuda_graphs": str(backend.cuda_graphs),
+        "engines": engines,
+        **sizes,
+    }
+
+
+def _describe_engine(backend: TensorRTBackend) -> dict[str, Any]:
+    """Of the model, and behind it of the draft head."""
+    session, cache = backend.session, backend.session.jit_cache
+    return {
+        "tensorrt": backend.info["tensorrt"],
+        "deserialize_seconds": session.deserialize_seconds,
+        "context_seconds": session.context_seconds,
+        "activation_bytes": session.activations.nbytes,
+        "jit_cache": None if cache.path is None else {"is_hit": cache.loaded_bytes > 0, "bytes": cache.loaded_bytes},
+    }
+
+
+def _describe_preparation(bundle: LoadedBundle) -> dict[str, Any]:
+    parts = [part for part in (bundle.backend, bundle.backend.draft) if part is not None]
+    shapes, seconds = zip(*(part.preparation for part in parts), strict=True)
+    return {"shapes": sum(shapes), "seconds": sum(seconds)}
 
 
 def _memory_now(device: torch.device) -> dict[str, int | None]:
