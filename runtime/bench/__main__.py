@@ -30,7 +30,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("bundle", type=Path, help="folder made by qwen4exp-build")
     add("--json", type=Path, metavar="FILE", help="keep everything there, from the first case on (default: no)")
     effort = parser.add_mutually_exclusive_group()
-    effort.add_argument("--quick", action="store_true", help="few cases, about two minutes")
+    effort.add_argument("--quick", action="store_true", help="few cases, of two seconds each")
     effort.add_argument("--full", action="store_true", help="all cases, also prompts of the longest sequence")
     part = parser.add_mutually_exclusive_group()
     part.add_argument("--decode-only", action="store_true", help="no prompts and no whole requests")

@@ -116,6 +116,7 @@ class Session:
             self._say("checking the logits")
             document.checked = plain(check_bundle(bundle, settings.with_agreement))
             self._measure_cases(bundle, sensors, rooflines)
+            document.load["prepared_steps"] = _describe_preparation(bundle)
             document.memory |= {
                 "least_available_bytes": sensors.least_available_bytes,
                 "after_the_run": _memory_now(device),

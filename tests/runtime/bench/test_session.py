@@ -46,7 +46,7 @@ FIELDS = {
     "rates": {"copy_bytes_per_second", "read_bytes_per_second", "matmul_flops", "published"},
     "load": {
         *("seconds", "weights", "weight_bytes", "state_bytes", "memory", "ngram_table", "speculate", "backend"),
-        *("device", "graphs", "kernels_compiled"),
+        *("device", "cuda_graphs", "engines", "prepared_steps", "kernels_compiled"),
     },
     "checked": {"finite_logits", "agreement"},
     "generate": {
