@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -120,12 +120,18 @@ class EagerBackend:
             self._graphs = DecodeGraphs(self._execute, program.inputs, limits, device, self._pool)
         self._sampling_graphs: dict[int | None, DecodeGraphs] = {}
         """Steps that end with the sampled tokens, by the limit of their ids."""
+        self._watch: Callable[..., Any] | None = None
         self.nan_trace: NanTrace | None = None
         """Of the last step, if it was watched."""
 
+    def watch(self, execute: Callable[..., Any]) -> None:
+        """Run all steps from now on op by op through ``execute``, which looks at values: see `Program.run`."""
+        self._graphs, self._watch = None, execute
+
     def watch_nan(self) -> None:
-        """Run all steps from now on op by op, since none can be run again, and keep what `NanTrace` has of the last."""
-        self._graphs, self.nan_trace = None, NanTrace(self.program)
+        """`watch` all steps, since none can be run again, and keep what `NanTrace` has of the last."""
+        self.nan_trace = NanTrace(self.program)
+        self.watch(self.nan_trace.run)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The logits of `run_step`."""
@@ -209,8 +215,8 @@ class EagerBackend:
         has_few = len(inputs["input_ids"]) <= MOST_TOKENS
         program = self._program_for_few if has_few else self.program
         with exact_matmuls():
-            if self.nan_trace is not None:
-                return self.program.run(inputs, self.states, self.weights, self.nan_trace.run)
+            if self._watch is not None:
+                return self.program.run(inputs, self.states, self.weights, self._watch)
             return program.run(inputs, self.states, self.weights)
 
 

@@ -15,11 +15,13 @@ from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.spec import element_shape
 from qwen4exp_trt.plugins.tensorrt import register_creators
 from qwen4exp_trt.runtime.bundle_programs import load_token_ids
+from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan
 from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable, TokenWindow
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.sampler import SampleRequest, sample
+from qwen4exp_trt.runtime.specs import TensorSpec, extent_of
 from qwen4exp_trt.runtime.state_pool import StatePool
 from qwen4exp_trt.runtime.step_result import DrawnStep, SampledStep, StepResult, drawn_step, real_rows, step_result
 from qwen4exp_trt.runtime.tensorrt.engine_tensors import check_io_tensors
@@ -60,21 +62,16 @@ class TensorRTBackend:
         self.log = make_log(trt)
         part = folder / DRAFT_DIR if is_draft else folder
         self.engine = self._deserialize(part / ENGINE_FILE)
-        check_io_tensors(part, trt, self.engine, program)
         assert not is_draft or manifest.draft is not None, folder
-        self.profiles = manifest.draft.profiles if is_draft and manifest.draft else manifest.profiles
+        built = manifest.draft if is_draft and manifest.draft else manifest
+        check_io_tensors(part, trt, self.engine, program, built.debug_outputs)
+        self.profiles = built.profiles
         self.draft = draft
         self.token_ids = load_token_ids(folder, manifest) if is_draft else None
         """As that of `EagerBackend`."""
-        extents = {"L": manifest.limits.max_logits_rows, "T": manifest.limits.max_step_tokens}
-        self.outputs = {
-            spec.name: torch.empty(
-                [extents[dim] if isinstance(dim, str) else dim for dim in spec.shape],
-                dtype=dtype_from_name(spec.dtype),
-                device=device,
-            )
-            for spec in program.outputs
-        }
+        self.outputs = _allocate(program.outputs, manifest.limits, device)
+        self.debug_outputs = _allocate(built.debug_outputs, manifest.limits, device)
+        """What the engine gives besides, if it was built so: after a step, in as many elements in front as it has."""
         self._activations = self._allocate_activations()
         self.contexts = {name: self._make_context(index, name) for index, name in enumerate(self.profiles)}
         if draft is not None:  # only one of the two runs at a time
@@ -158,7 +155,7 @@ class TensorRTBackend:
             self._check(context.set_input_shape(spec.name, shape), f"set the shape of {spec.name}")
             for name in (spec.name, spec.out_name):  # updated in place
                 self._check(context.set_tensor_address(name, state.data_ptr()), f"bind {name}")
-        for name, tensor in {**self.weights, **self.outputs}.items():
+        for name, tensor in {**self.weights, **self.outputs, **self.debug_outputs}.items():
             self._check(context.set_tensor_address(name, tensor.data_ptr()), f"bind {name}")
         return context
 
@@ -175,6 +172,18 @@ class TensorRTBackend:
 
     def _stream_handle(self) -> int:
         return 0 if self.stream is None else self.stream.cuda_stream
+
+
+def _allocate(specs: Iterable[TensorSpec], limits: EngineLimits, device: torch.device) -> dict[str, Tensor]:
+    """Memory for outputs of the largest step, by name."""
+    return {
+        spec.name: torch.empty(
+            [extent_of(dim, limits.largest_step) for dim in spec.shape],
+            dtype=dtype_from_name(spec.dtype),
+            device=device,
+        )
+        for spec in specs
+    }
 
 
 def check_engine_fits(trt: ModuleType, folder: Path, manifest: Manifest, device: torch.device) -> None:
