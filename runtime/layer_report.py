@@ -76,7 +76,7 @@ def _describe(check: ValueCheck, watch: LayerWatch) -> str:
         f"the first {what} that the engine makes otherwise than the program is {watch.owner}{place.tensor}, "
         f"{check.dtype} [{shape}] ({errors}): {check.difference}.",
         f"It is made by {listing(map(str, place.ops), _MOST_NAMES)}{_sources(place, watch.checks)}",
-        f"and read by {listing(place.readers, _MOST_NAMES)}." if place.readers else "and read by no plugin.",
+        f"and read by {listing(place.readers, _MOST_NAMES)}." if place.readers else "and read by no later plugin.",
         _next_step(place),
     ]
     return "\n".join(lines)
@@ -84,11 +84,12 @@ def _describe(check: ValueCheck, watch: LayerWatch) -> str:
 
 def _sources(place: Place, checks: Sequence[ValueCheck]) -> str:
     """What it was made from, and how far that is from the program's own run."""
-    by_name = {check.place.tensor: check for check in checks}
-    errors = [f"{name} ({by_name[name].error:.2g})" for name in place.sources]
-    if not errors:
-        return " from inputs of the step, weights and states only,"
-    return f" from {listing(errors, _MOST_NAMES)}, beside which is how far each is from the program's own run,"
+    if not place.sources:
+        return " from inputs of the step, weights and states"
+    by_name = {check.place.tensor: check.error for check in checks}
+    largest = max((by_name[name] for name in place.sources), key=lambda error: (error != error, error))
+    names = listing(place.sources, _MOST_NAMES)
+    return f" from {names} (error {largest:.2g} from the program's own run)"
 
 
 def _next_step(place: Place) -> str:
