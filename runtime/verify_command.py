@@ -113,7 +113,7 @@ def _load(
         watches.append(LayerWatch(program, manifest.debug_outputs, watched, args.tolerance))
         if head is not None and manifest.draft is not None:
             marked = manifest.draft.debug_outputs
-            watches.append(LayerWatch(head, marked, watched, args.tolerance, "draft head's "))
+            watches.append(LayerWatch(head, marked, watched, args.tolerance, "the draft head's "))
     return program, engine, watches
 
 

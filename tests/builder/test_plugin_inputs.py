@@ -29,6 +29,8 @@ from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.specs import TensorSpec
 from qwen4exp_trt.runtime.tensorrt.engine_tensors import program_tensors
 
+pytestmark = pytest.mark.usefixtures("quick_builds")
+
 Q4E: Any = torch.ops.q4e
 WIDTH, TAPS, HC = 8, 3, 2
 
