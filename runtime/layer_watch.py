@@ -145,8 +145,8 @@ class LayerWatch:
 
         program, device = self.backend.program, self.backend.device
         run = _Run(program, self.places, self.states, compare)
-        if device.type != "cpu":
-            inputs = move_inputs(program.inputs, inputs, device)
+        if self.backend.stream is not None:
+            inputs = move_inputs(program.inputs, inputs, device, self.backend.stream)
         with exact_matmuls():
             program.run(inputs, self.states, self.backend.weights, run.run)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +22,9 @@ from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import loading_line
 from qwen4exp_trt.runtime.side_by_side import check_difference, compare, make_steps
 from qwen4exp_trt.runtime.state_pool import allocate_states, state_bytes
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.streams import CudaStream, Stream
+from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
+from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 PROG = "qwen4exp-verify"
@@ -47,7 +49,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def verify(args: argparse.Namespace, trt: ModuleType | None = None) -> None:
+def verify(
+    args: argparse.Namespace,
+    trt: ModuleType | None = None,
+    make_stream: Callable[[torch.device], Stream] = CudaStream,
+) -> None:
     """Print the largest errors of each step; `BundleError` names the first tensor that differs too much."""
     manifest = Manifest.load(args.bundle)
     manifest.check_files(args.bundle)
@@ -62,7 +68,8 @@ def verify(args: argparse.Namespace, trt: ModuleType | None = None) -> None:
     steps = make_steps(limits, manifest.vocab_size, manifest.config["indexer_budget"] or 0, args.seed)
     longest = max(rows.context_len + len(rows.token_ids) for step in steps for rows in step.rows)
     blocks = -(-longest // limits.block_size)
-    program, engine, watches = _load(args, manifest, trt, device, blocks * min(2, limits.max_batch_size))
+    how = trt, device, make_stream, blocks * min(2, limits.max_batch_size)
+    program, engine, watches = _load(args, manifest, *how)
     results = compare(steps, blocks, program, engine, program.rows, watches)
     for step, differences in zip(steps, results, strict=True):
         checks = [check for watch in watches for check in watch.checks]
@@ -83,7 +90,12 @@ def verify(args: argparse.Namespace, trt: ModuleType | None = None) -> None:
 
 
 def _load(
-    args: argparse.Namespace, manifest: Manifest, trt: ModuleType, device: torch.device, num_blocks: int
+    args: argparse.Namespace,
+    manifest: Manifest,
+    trt: ModuleType,
+    device: torch.device,
+    make_stream: Callable[[torch.device], Stream],
+    num_blocks: int,
 ) -> tuple[EagerBackend, TensorRTBackend, list[LayerWatch]]:
     """The bundle's program and its engine, each with states of its own, and what looks between their layers."""
     limits, has_head = manifest.limits, manifest.draft is not None
@@ -103,10 +115,12 @@ def _load(
     )
     program = load_eager_backend(args.bundle, manifest, options, device, runs_engine=True)
     states, head, draft = allocate_states(specs, num_blocks, limits.num_slots, device), program.draft, None
+    bundle = trt, args.bundle, manifest
     if head is not None:
-        draft = TensorRTBackend(trt, args.bundle, manifest, head.program, states, head.weights, device, is_draft=True)
-    model = program.program, states, program.weights, device
-    engine = TensorRTBackend(trt, args.bundle, manifest, *model, draft=draft)
+        parts = head.program, states, head.weights, device
+        draft = TensorRTBackend(*bundle, *parts, is_draft=True, stream=make_stream(device), jit_cache=options.jit_cache)
+    parts = program.program, states, program.weights, device
+    engine = TensorRTBackend(*bundle, *parts, draft=draft, stream=make_stream(device), jit_cache=options.jit_cache)
     watches = []
     if manifest.all_debug_outputs:
         watched = allocate_states(specs, num_blocks, limits.num_slots, device)

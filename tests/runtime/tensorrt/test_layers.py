@@ -12,6 +12,7 @@ from unittest.mock import patch
 import bundles
 import pytest
 import torch
+from cpu_stream import CpuStream
 from torch import Tensor
 from trt_simulator import SimulatedTensorRT
 
@@ -79,14 +80,14 @@ def damage(
 
 def refused(trt: SimulatedTensorRT, bundle: Path, *argv: str) -> str:
     with pytest.raises(BundleError) as error:
-        verify(verify_args(bundle, *argv), trt)
+        verify(verify_args(bundle, *argv), trt, CpuStream)
     return str(error.value)
 
 
 def test_every_value_of_an_engine_that_is_right_agrees(
     trt: SimulatedTensorRT, bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    verify(verify_args(bundle, "--tolerance", "1e-6", "--layers"), trt)
+    verify(verify_args(bundle, "--tolerance", "1e-6", "--layers"), trt, CpuStream)
     *lines, agree, hint = capsys.readouterr().out.splitlines()
     manifest = Manifest.load(bundle)
     assert agree.startswith("the engines of the model and its draft head agree with theirs within 1e-06 on ")
@@ -200,15 +201,20 @@ def test_what_grows_over_the_layers_is_no_ops_fault(trt: SimulatedTensorRT, bund
 
 
 def test_what_grows_over_the_steps_is_no_ops_fault(trt: SimulatedTensorRT, bundle: Path) -> None:
-    damage(trt, DELTA, outputs=lambda results: results[1].mul_(1.03))
+    before: list[Tensor] = []
+
+    def grow(results: list[Tensor]) -> None:
+        """What the step has changed of the recurrent state."""
+        results[1].mul_(torch.where(results[1] == before[-1], 1.0, 1.03))
+
+    damage(trt, DELTA, inputs=lambda operands: before.append(operands[6].clone()), outputs=grow)
     said = refused(trt, bundle, "--tolerance", "0.05")
     assert "the engine gives another layers.0.linear_attn.recurrent_state than the program" in said
     assert not said.startswith("prefill of tokens 0 to") and "no op is at fault" in said
 
 
 def test_the_draft_heads_engine_is_followed_too(trt: SimulatedTensorRT, bundle: Path) -> None:
-    assert trt.draft is not None
-    program, name = trt.draft[1], "mtp.layers.0.self_attn.o_proj.linear"
+    program, name = trt.engine_files[1].program, "mtp.layers.0.self_attn.o_proj.linear"
     run = program._run_node
 
     def damaged(node: Any, operands: list[Tensor]) -> Any:
