@@ -123,7 +123,10 @@ class TensorRTBackend(ProgramBackend):
             given = {spec.name: inputs[spec.name] for spec in self.program.inputs}
             if context is None:
                 context = self._make_context(self._bindings.check_step(given), is_captured)
-            context.enqueue(given)
+                context.enqueue(given)
+                self.session.jit_cache.save()  # a process may end without `close`
+            else:
+                context.enqueue(given)
             return {
                 spec.name: self.outputs[spec.name][: extent_of(spec.shape[0], shape.dims)]
                 for spec in self.program.outputs

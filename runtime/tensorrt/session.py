@@ -130,11 +130,11 @@ class Context:
         refused = bind(self.handle, addresses, {name: tuple(tensor.shape) for name, tensor in inputs.items()})
         session.check(refused is None, str(refused))
         stream = session._stream.handle
-        if self._is_captured and self._has_run and not session.capabilities.is_capturable(self.handle, stream):
+        session.check(self.handle.execute_async_v3(stream), "execute a step")
+        if self._is_captured and not self._has_run and not session.capabilities.is_capturable(self.handle, stream):
             shapes = {name: list(tensor.shape) for name, tensor in inputs.items()}
             raise BundleError(
                 f"{session.path}: {session.trt.__name__} says that a step of the shapes {shapes} cannot be captured in "
                 "a CUDA graph; load the bundle with cuda_graphs='none' (--cuda-graphs none)"
             )
-        session.check(self.handle.execute_async_v3(stream), "execute a step")
         self._has_run = True

@@ -11,41 +11,24 @@ import pytest
 import torch
 from bundles import build, tiny_checkpoint
 from cpu_stream import CpuStream
-from draft_head_steps import Rows, step_inputs
+from engine_bundles import CPU, engine_backend, prompt
 from serving import assert_idle, generated, ids
 from trt_simulator import SimulatedTensorRT
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
-from qwen4exp_trt.runtime.state_pool import allocate_states
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
+from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
 pytestmark = [pytest.mark.trt, pytest.mark.eager("compares both backends itself")]
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("engine")
-    return build(
-        tiny_checkpoint(folder / "checkpoint"), folder / "bundle", activation_dtype="bfloat16", prefill_chunk=32
-    )
 
 
 @pytest.fixture
-def trt(bundle: Path) -> SimulatedTensorRT:
-    return SimulatedTensorRT(load_trt("tensorrt-rtx"), bundle)
-
-
-def engine_backend(trt: Any, bundle: Path, loaded: EagerBackend, num_blocks: int = 24) -> TensorRTBackend:
-    manifest = Manifest.load(bundle)
-    states = allocate_states(loaded.program.states, num_blocks, manifest.limits.num_slots, CPU)
-    return TensorRTBackend(trt, bundle, manifest, loaded.program, states, loaded.weights, CPU, stream=CpuStream())
+def bundle(engine_bundle: Path) -> Path:
+    return engine_bundle
 
 
 def verify_args(bundle: Path, **values: Any) -> argparse.Namespace:
@@ -121,21 +104,6 @@ def test_engine_on_a_cpu_is_refused(bundle: Path) -> None:
         LLM(bundle, backend="tensorrt-rtx", device="cpu")
 
 
-def test_engine_of_another_tensorrt_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
-    trt.__version__ = "9.9.9"
-    with pytest.raises(BundleError, match=r"built by tensorrt_rtx 1\..*, this is tensorrt_rtx 9\.9\.9"):
-        check_engine_fits(trt, bundle, Manifest.load(bundle), CPU)
-
-
-def test_damaged_engine_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
-    """TensorRT's own message is in the error."""
-    loaded = LLM(bundle).core.backend
-    assert isinstance(loaded, EagerBackend)
-    trt.engine_files[0].data = b"another"
-    with pytest.raises(BundleError, match=f"{ENGINE_FILE}: TensorRT cannot load it: not the serialized engine"):
-        engine_backend(trt, bundle, loaded)
-
-
 def test_engine_of_another_program_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
     """All differing tensors are named together."""
     loaded = LLM(bundle).core.backend
@@ -152,22 +120,8 @@ def test_step_outside_the_profiles_is_refused(trt: SimulatedTensorRT, bundle: Pa
     llm = LLM(bundle)
     assert isinstance(llm.core.backend, EagerBackend)
     backend = engine_backend(trt, bundle, llm.core.backend)
-    inputs = step_inputs(Rows(0, 0, list(range(1, 34))), pages=8, num_logits=1)
     with pytest.raises(BundleError, match=r"no profile of the engine \(decode, prefill\) holds a step of the shapes"):
-        backend.run(inputs)
-
-
-def test_unbound_tensors_do_not_execute(trt: SimulatedTensorRT, bundle: Path) -> None:
-    """The simulator itself: a state that is bound elsewhere as an output stops the step."""
-    llm = LLM(bundle)
-    assert isinstance(llm.core.backend, EagerBackend)
-    backend = engine_backend(trt, bundle, llm.core.backend)
-    elsewhere = torch.zeros(1 << 16)
-    backend.contexts["prefill"].handle.set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
-    backend.contexts["decode"].handle.set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
-    llm.core.backend = backend
-    with pytest.raises(BundleError, match="TensorRT could not execute a step"):
-        llm.generate([ids(list(range(1, 20)))], SamplingParams(temperature=0, max_tokens=2))
+        backend.run(prompt(33))
 
 
 def test_manifest_ranges_are_json(bundle: Path) -> None:
