@@ -76,6 +76,8 @@ def _builder_config(trt: ModuleType, builder: Any, target: str) -> Any:
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.max_aux_streams = 0  # kernels share their counters, so they have to run one after another
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # else a step might allocate, and not be captured
     if hasattr(trt, "ComputeCapability"):
         config.num_compute_capabilities = 1
         config.set_compute_capability(_compute_capability(trt, target), 0)
