@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_node_engines import (
     BF16,
@@ -221,6 +221,7 @@ def spec_with(attrs: list[Attr]) -> OpSpec:
     return OpSpec("example", 3, like.inputs, like.outputs, tuple(attrs), like.body, like.reference, (), {})
 
 
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(sorted(VALUES)), max_size=6), st.data())
 def test_attributes_survive_serialization(types: list[Any], data: st.DataObject) -> None:
     """What a plugin gives to be stored makes the same plugin when the engine is loaded."""
