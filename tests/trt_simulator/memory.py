@@ -98,7 +98,7 @@ def num_bytes(dtype: torch.dtype, elements: Sequence[int]) -> int:
 def _is_first_rows(view: Seen, whole: Seen) -> bool:
     """Whether ``view`` is of the first rows of ``whole``, which is still there, and what addresses were bound for."""
     is_same = view.storage.cdata == whole.storage.cdata and not whole.storage.expired() and view.dtype == whole.dtype
-    are_rows = len(view.shape) == len(whole.shape) > 0 and view.shape[1:] == whole.shape[1:]
+    are_rows = len(view.shape) == len(whole.shape) > 1 and view.shape[1:] == whole.shape[1:]
     return is_same and are_rows and view.is_contiguous and whole.is_contiguous and view.shape[0] <= whole.shape[0]
 
 
