@@ -105,11 +105,10 @@ class DecodeGraphs:
         buffer.copy_(layout.padding())
         views = layout.views(buffer)
         # What is loaded, allocated or chosen at a first call has to be there before the capture: one step of padding.
-        with self._stream.fork():
-            execute(views)
+        run_on_stream(self._stream, execute, views)
         self._stream.synchronize()
         self._on_new_shape()
-        run = self._captured(execute, views) if self._captures else partial(self._enqueued, execute, views)
+        run = self._captured(execute, views) if self._captures else partial(run_on_stream, self._stream, execute, views)
         self.seconds += time.perf_counter() - start
         return _Prepared(buffer, run, itertools.cycle([_Staging(layout, self._stream) for _ in range(2)]))
 
@@ -122,11 +121,14 @@ class DecodeGraphs:
 
         return replay
 
-    def _enqueued(self, execute: Execute, views: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        with self._stream.fork():
-            results = execute(views)
-        self._stream.join()
-        return results
+
+def run_on_stream(stream: Stream, execute: Execute, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Enqueue a step on ``stream``, between what the caller has enqueued and what it enqueues next."""
+    try:
+        with stream.fork():
+            return execute(inputs)
+    finally:
+        stream.join()  # also behind a step that failed half way: its inputs are about to be freed
 
 
 def move_inputs(

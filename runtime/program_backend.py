@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime.cuda_device import is_lost
 from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs, Execute, move_inputs
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.load_options import CudaGraphs
@@ -150,7 +151,7 @@ class ProgramBackend(ABC):
 
     def close(self) -> None:
         """Let go of what steps need; none can be run afterwards. May be called twice."""
-        if self.stream is not None and not self._is_closed:
+        if self.stream is not None and not self._is_closed and not is_lost(self.device):
             self.stream.synchronize()
         self._is_closed, self._graphs = True, None
         self._sampling_graphs.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.aligned_memory import aligned_empty
 from qwen4exp_trt.runtime.bundle_programs import load_token_ids
-from qwen4exp_trt.runtime.decode_graphs import Execute
+from qwen4exp_trt.runtime.decode_graphs import Execute, run_on_stream
 from qwen4exp_trt.runtime.load_options import CudaGraphs
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan
@@ -109,9 +111,10 @@ class TensorRTBackend(ProgramBackend):
         assert self.stream is not None
         given = {name: value if is_bindable(value) else _aligned_copy(value) for name, value in inputs.items()}
         context = self.contexts[self._bindings.check_step(given)]
-        with self.stream.fork():
-            context.enqueue(given)
-        self.stream.join()
+        return run_on_stream(self.stream, partial(self._run_in, context), given)
+
+    def _run_in(self, context: Context, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        context.enqueue(inputs)
         return self.outputs
 
     def _execute_for(self, shape: StepShape) -> Execute:
@@ -123,7 +126,11 @@ class TensorRTBackend(ProgramBackend):
             given = {spec.name: inputs[spec.name] for spec in self.program.inputs}
             if context is None:
                 context = self._make_context(self._bindings.check_step(given), is_captured)
-            context.enqueue(given)
+            try:
+                context.enqueue(given)
+            except BundleError:  # the next step of this shape will try again
+                self.session.drop(context)
+                raise
             return {
                 spec.name: self.outputs[spec.name][: extent_of(spec.shape[0], shape.dims)]
                 for spec in self.program.outputs
