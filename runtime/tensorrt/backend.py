@@ -125,16 +125,17 @@ class TensorRTBackend(ProgramBackend):
             given = {spec.name: inputs[spec.name] for spec in self.program.inputs}
             if context is None:
                 context = self._make_context(self._bindings.check_step(given), is_captured)
-                context.enqueue(given)
-                self.session.jit_cache.save()  # a process may end without `close`
-            else:
-                context.enqueue(given)
+            context.enqueue(given)
             return {
                 spec.name: self.outputs[spec.name][: extent_of(spec.shape[0], shape.dims)]
                 for spec in self.program.outputs
             }
 
         return execute
+
+    def _on_new_shape(self) -> None:
+        """A process may end without `close`."""
+        self.session.jit_cache.save()
 
     def _make_context(self, profile: str, is_captured: bool = False) -> Context:
         return self.session.make_context(self._profile_indices[profile], self._bindings, is_captured)
