@@ -10,7 +10,6 @@ from typing import Any
 
 from qwen4exp_trt.plugins.tensorrt import take_callback_errors
 
-
 _MOST_ERRORS = 100
 
 
