@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,15 @@ def describe_gpu(device: torch.device, reader: GpuReader | None, sensors: str) -
     """None without one."""
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
+    properties, absent = torch.cuda.get_device_properties(device), dict[str, str]()
+
+    def asked(name: str, ask: Callable[[GpuReader], Any]) -> Any:
+        try:
+            return None if reader is None else ask(reader)
+        except Exception as error:  # a GB10 does not answer everything, and that is no reason to measure nothing
+            absent[name] = str(error)
+            return None
+
     return {
         "name": properties.name,
         "architecture": architecture((properties.major, properties.minor)),
@@ -62,9 +70,10 @@ def describe_gpu(device: torch.device, reader: GpuReader | None, sensors: str) -
         "l2_bytes": getattr(properties, "L2_cache_size", None),
         "is_integrated": bool(properties.is_integrated),
         "cuda": torch.version.cuda,
-        "driver": None if reader is None else reader.driver(),
+        "driver": asked("driver", lambda reader: reader.driver()),
         "sensors": sensors,
-        "other_processes": None if reader is None else reader.other_processes(os.getpid()),
+        "other_processes": asked("other_processes", lambda reader: reader.other_processes(os.getpid())),
+        "absent": absent,
     }
 
 

@@ -151,7 +151,7 @@ class Session:
             document.load = {
                 "seconds": self._clock() - start,
                 "weights": "checkpoint" if settings.random_seed is None else f"random, seed {settings.random_seed}",
-                **llm.info,
+                **_without_paths(llm.info),
             }
             document.memory = {"before_loading": before, "after_loading": _memory_now(device)}
             try:
@@ -237,6 +237,15 @@ def _describe_engine(backend: TensorRTBackend) -> dict[str, Any]:
         "activation_bytes": session.activations.nbytes,
         "jit_cache": None if cache.path is None else {"is_hit": cache.loaded_bytes > 0, "bytes": cache.loaded_bytes},
     }
+
+
+def _without_paths(info: Mapping[str, Any]) -> dict[str, Any]:
+    """`LLM.info` as it is, but for where the files of an n-gram table are."""
+    disks = info["ngram_table"].get("disks")
+    if disks is None:
+        return dict(info)
+    named = {name: {key: value for key, value in disk.items() if key != "path"} for name, disk in disks.items()}
+    return {**info, "ngram_table": {**info["ngram_table"], "disks": named}}
 
 
 def _describe_preparation(bundle: LoadedBundle) -> dict[str, Any]:
