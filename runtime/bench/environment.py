@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from qwen4exp_trt import __version__
-from qwen4exp_trt.plugins.compile import architecture
 from qwen4exp_trt.runtime.bench.gpu_reader import GpuReader
 from qwen4exp_trt.runtime.host_memory import meminfo
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """The folder that holds the packages: a git checkout, or something else."""
-_PACKAGES = ("torch", "numpy", "onnx", "safetensors", "tokenizers", "tensorrt", "cuda-", "nvidia-", "triton")
-"""Beginnings of the names of packages whose versions matter."""
+_PACKAGES = ("numpy", "onnx", "safetensors", "tokenizers", "torch", "triton")
+_PACKAGES_THAT_BEGIN = ("cuda-", "nvidia-", "tensorrt")
+"""The packages whose versions matter."""
 _DGX_KEYS = ("DGX_NAME", "DGX_PRETTY_NAME", "DGX_SWBUILD_VERSION", "DGX_OTA_VERSION")
 """Of ``/etc/dgx-release``, which has a serial number as well."""
 _ROOT = Path("/")
@@ -64,7 +64,7 @@ def describe_gpu(device: torch.device, reader: GpuReader | None, sensors: str) -
 
     return {
         "name": properties.name,
-        "architecture": architecture((properties.major, properties.minor)),
+        "architecture": f"sm{properties.major}{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
         "l2_bytes": getattr(properties, "L2_cache_size", None),
@@ -94,8 +94,8 @@ def _git(folder: Path, *args: str) -> str:
 
 
 def _package_versions() -> dict[str, str]:
-    found = {item.metadata["Name"]: item.version for item in distributions() if item.metadata["Name"]}
-    return {name: found[name] for name in sorted(found) if name.lower().replace("_", "-").startswith(_PACKAGES)}
+    found = {item.name.lower().replace("_", "-"): item.version for item in distributions() if item.name}
+    return {name: found[name] for name in sorted(found) if name in _PACKAGES or name.startswith(_PACKAGES_THAT_BEGIN)}
 
 
 def _describe_system(root: Path) -> dict[str, Any]:

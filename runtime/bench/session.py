@@ -171,7 +171,7 @@ class Session:
                     times = measure(bundle, case, settings.effort)
                     during = sampled()
                 document.add(case, {**describe(bundle, case, times, rooflines), "sensors": during})
-            except (Q4eError, RuntimeError) as error:
+            except Exception as error:
                 document.fail(case, self._in_words(error))
                 self._say(f"failed: {document.failed[-1]['reason']}")
                 if is_lost(bundle.device):
@@ -189,7 +189,9 @@ class Session:
 
     def _in_words(self, error: BaseException) -> str:
         """One line, without the paths of this machine that we know of."""
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = " ".join(str(error).split())
+        if not isinstance(error, Q4eError):
+            text = f"{type(error).__name__}: {text}"
         given, folder = self.settings.bundle, self.settings.bundle.resolve()
         for path, name in ((folder, folder.name), (given, folder.name), (Path.home(), "~")):
             text = text.replace(str(path), name)

@@ -14,7 +14,14 @@ from serving import assert_idle
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM
 from qwen4exp_trt.runtime.bench import loaded
-from qwen4exp_trt.runtime.bench.cases import EFFORTS, DecodeCase, GenerateCase, PrefillCase, StepKind
+from qwen4exp_trt.runtime.bench.cases import (
+    EFFORTS,
+    DecodeCase,
+    GenerateCase,
+    PrefillCase,
+    StepKind,
+    longest_context,
+)
 from qwen4exp_trt.runtime.bench.decode import measure_decode
 from qwen4exp_trt.runtime.bench.generate import measure_generate
 from qwen4exp_trt.runtime.bench.loaded import LoadedBundle
@@ -75,6 +82,14 @@ def test_every_step_has_the_rows_of_its_case(
     assert seen[0] == ([1, 1], [16, 16]), "the first step has no drafts yet"
     assert len(seen) == 1 + EFFORT.warm_up + EFFORT.iterations
     assert all(rows == [1 + drafts] * 2 for rows, _ in seen[1:])
+
+
+def test_a_full_batch_of_the_longest_runs_together(bundle: LoadedBundle) -> None:
+    effort = replace(EFFORT, iterations=3, warm_up=1)
+    context = longest_context(effort, bundle.room)
+    assert measure_decode(bundle, DecodeCase(4, context), effort).tokens_per_step == 4
+    with pytest.raises(BundleError, match="only 3 of 4 sequences were in a step: there are too few pages"):
+        measure_decode(bundle, DecodeCase(4, 57), replace(effort, iterations=1, warm_up=0))
 
 
 def test_logits_that_are_not_finite_fail_the_case(bundle: LoadedBundle, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,17 @@ def test_the_faster_of_copy_and_read_is_the_bandwidth() -> None:
     assert SLOW_MEMORY.measured.bytes_per_second == 2e6
     assert SLOW_PRODUCTS.measured.bytes_per_second == 2e15
     assert SLOW_MEMORY.published is None, "nothing is published of this CPU"
+
+
+def test_what_is_published_is_found_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = {"name": "NVIDIA GB10", "total_memory": 2**37, "is_integrated": 1, "multi_processor_count": 48}
+    gpu = SimpleNamespace(**properties, major=12, minor=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    found = make_rooflines(torch.device("cuda", 0), Bandwidth(copy=2e11, read=2.2e11), matmul_rate=9e13)
+    assert found.published == DEVICES["sm121"]
+    assert (found.measured.name, found.measured.bytes_per_second) == ("NVIDIA GB10", 2.2e11)
+    gpu.major = 9
+    assert make_rooflines(torch.device("cuda", 0), Bandwidth(1, 1), 1).published is None
 
 
 def test_a_step_is_bound_by_its_bytes_or_its_products(model: Program) -> None:

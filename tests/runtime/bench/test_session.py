@@ -179,7 +179,7 @@ def test_a_failing_case_does_not_lose_the_others(
     assert main([str(mtp_bundle), *QUICK, *flags]) == 1
     found = read(tmp_path / "f")
     assert [row["case"]["batch"] for row in found["decode"]] == [1, 4]
-    reason = f"CUDA error in {mtp_bundle.name}/kernels of ~/x"
+    reason = f"RuntimeError: CUDA error in {mtp_bundle.name}/kernels of ~/x"
     assert found["failed"] == [{"what": "decode of 2 x 20 tokens", "reason": reason}]
     assert found["state"] == "complete"
     assert f"failed: decode of 2 x 20 tokens: {reason}" in capsys.readouterr().out
