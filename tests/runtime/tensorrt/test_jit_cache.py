@@ -162,3 +162,11 @@ def test_a_bundle_may_hold_it_and_nothing_else(
         with pytest.raises(BundleError, match=f"damaged bundle: {name} is not in its list of files"):
             Manifest.load(copy).check_files(copy)
         (copy / name).unlink()
+
+
+def test_a_file_is_no_folder(trt: SimulatedTensorRT, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("of somebody")
+    with pytest.raises(BundleError, match=r"jit_cache \(--jit-cache\) is '.*file', but .*file is no folder; give the"):
+        jit_cache_folder(path, tmp_path, Capabilities(trt))
+    assert path.read_text() == "of somebody"
