@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, MANIFEST_FILE, Manifest
 from qwen4exp_trt.runtime.tensorrt import engine_checks
 from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
-from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 pytestmark = [pytest.mark.trt, pytest.mark.eager("about engines")]
 
@@ -52,10 +52,10 @@ def test_a_bundle_as_it_was_built_fits(trt: SimulatedTensorRT, engine_bundle: Pa
     check(trt, engine_bundle)
 
 
-def test_a_bundle_without_engine(engine_bundle: Path, tmp_path: Path) -> None:
-    without = bundles.build(engine_bundle.parent / "checkpoint", tmp_path / "bundle")
+def test_a_bundle_without_engine(trt: SimulatedTensorRT, engine_bundle: Path) -> None:
+    without = replace(Manifest.load(engine_bundle), target=None, activation_dtype="float32")
     with pytest.raises(BundleError, match="has no engine, as it was built with float32 activations; use the backend"):
-        check(load_trt("tensorrt-rtx"), without)
+        check_engine_fits(trt, engine_bundle, without, CPU)
 
 
 def test_another_version_of_tensorrt(trt: SimulatedTensorRT, engine_bundle: Path) -> None:
