@@ -87,13 +87,15 @@ def test_ops_in_a_block_are_behind_what_is_enqueued_there(stream: CpuStream, wor
     assert copy.tolist() == [2.0, 4.0]
 
 
-def test_work_needs_a_fork_behind_the_last_join(stream: CpuStream, work: Doubling) -> None:
-    for _ in range(2):
-        with pytest.raises(StreamError, match="doubling is enqueued without a fork since the last join"):
+def test_work_is_enqueued_inside_of_a_fork(stream: CpuStream, work: Doubling) -> None:
+    """Behind one, the caller may have enqueued something."""
+    for is_joined in (False, True):
+        with pytest.raises(StreamError, match="doubling is enqueued outside of a fork"):
             stream.enqueue(work)
         with stream.fork():
             stream.enqueue(work)
-        stream.join()
+        if is_joined:
+            stream.join()
 
 
 def test_an_input_that_changes_too_early(stream: CpuStream, work: Doubling) -> None:
