@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -95,12 +95,18 @@ class EagerBackend(ProgramBackend):
         how = CudaStream(device) if is_gpu else None, cuda_graphs
         super().__init__(program, states, weights, limits, device, *how, rows, memory_plan, draft, token_ids)
         self._program_for_few = with_own_linears(program) if is_gpu else program
+        self._watch: Callable[..., Any] | None = None
         self.nan_trace: NanTrace | None = None
         """Of the last step, if it was watched."""
 
+    def watch(self, execute: Callable[..., Any]) -> None:
+        """Run all steps from now on op by op through ``execute``, which looks at values: see `Program.run`."""
+        self._graphs, self._watch = None, execute
+
     def watch_nan(self) -> None:
-        """Run all steps from now on op by op, since none can be run again, and keep what `NanTrace` has of the last."""
-        self._graphs, self.nan_trace = None, NanTrace(self.program)
+        """`watch` all steps, since none can be run again, and keep what `NanTrace` has of the last."""
+        self.nan_trace = NanTrace(self.program)
+        self.watch(self.nan_trace.run)
 
     def _execute_for(self, shape: StepShape) -> Execute:
         return self._execute
@@ -109,8 +115,8 @@ class EagerBackend(ProgramBackend):
         has_few = len(inputs["input_ids"]) <= MOST_TOKENS
         program = self._program_for_few if has_few else self.program
         with exact_matmuls():
-            if self.nan_trace is not None:
-                return self.program.run(inputs, self.states, self.weights, self.nan_trace.run)
+            if self._watch is not None:
+                return self.program.run(inputs, self.states, self.weights, self._watch)
             return program.run(inputs, self.states, self.weights)
 
 
@@ -129,21 +135,28 @@ def load_eager_backend(
     programs, limits = load_programs(folder, manifest, options.with_draft_head), manifest.limits
     plan = plan_memory(programs, manifest, options, device, runs_engine)
     limit_allocations(plan, device)
-    files = open_weight_files(folder, manifest, options.checkpoint)
+    maker = options.weight_maker
+    files = [] if maker else open_weight_files(folder, manifest, options.checkpoint)
     weight_specs = distinct_weights(folder, programs)
     state_specs = tuple(spec for program in programs for spec in program.states)
     # First, so that a lack of memory shows before weights are read for minutes.
     states = allocate_states(state_specs, plan.num_blocks, limits.num_slots, device)
-    logger.info("loading %d weights from %s", len(weight_specs), ", ".join(str(file.path) for file in files))
-    with TensorReader(*files) as reader:
-        weights = load_weights(weight_specs, reader, device, options.progress, manifest.host_weights)
+    if maker is not None:
+        weights = maker.make_weights(weight_specs, device, manifest.host_weights, options.progress)
+    else:
+        logger.info("loading %d weights from %s", len(weight_specs), ", ".join(str(file.path) for file in files))
+        with TensorReader(*files) as reader:
+            weights = load_weights(weight_specs, reader, device, options.progress, manifest.host_weights)
 
     def parts(program: Program) -> tuple[Program, Mapping[str, Tensor], Mapping[str, Tensor]]:
         return program, states, {spec.name: weights[spec.name] for spec in program.weights}
 
     model, *drafts = programs
-    rows: NgramTable = ResidentTable(PleResidency(manifest.ple_residency))
-    if any(isinstance(spec, NgramRowsSpec) for spec in model.inputs):
+    residency = PleResidency(manifest.ple_residency)
+    rows: NgramTable = ResidentTable(residency)
+    if maker is not None:
+        rows = maker.make_ngram_table(model.inputs, residency)
+    elif any(isinstance(spec, NgramRowsSpec) for spec in model.inputs):
         rows = NgramRows(model.inputs, TensorReader(*files), limits.num_slots, options.row_cache_bytes)
         rows.measure_disks()
     if device.type == "cuda":
