@@ -112,8 +112,12 @@ def test_flags_by_themselves_are_of_some_command(page: Path) -> None:
     assert [flag for flag in flags if flag not in known] == []
 
 
-def test_every_command_is_in_the_readme() -> None:
-    assert commands() <= mentioned
+def test_every_command_and_page_is_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert commands() <= set(re.findall(r"qwen4exp-[a-z]+", text))
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= set(
+        re.findall(r"\]\((docs/\w+\.md)", text)
+    )
 
 
 def number(text: str) -> float:
