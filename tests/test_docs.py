@@ -15,10 +15,12 @@ import pytest
 import torch
 from source_tree import PACKAGES, ROOT
 
+from qwen4exp_trt.builder.__main__ import main as build
 from qwen4exp_trt.plugins.registry import all_specs
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "demo").glob("*.md")])
-pytestmark = pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="a copy of the code alone has no README.md")
+README = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else ""
+pytestmark = pytest.mark.skipif(not README, reason="a copy of the code alone has no README.md")
 
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "tools", "demo", "docs")
 OF_OTHERS = {"polygraphy.md"}
@@ -113,11 +115,19 @@ def test_flags_by_themselves_are_of_some_command(page: Path) -> None:
 
 
 def test_every_command_and_page_is_in_the_readme() -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert commands() <= set(re.findall(r"qwen4exp-[a-z]+", text))
+    assert commands() <= set(re.findall(r"qwen4exp-[a-z]+", README))
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= set(
         re.findall(r"\]\((docs/\w+\.md)", text)
     )
+
+
+@pytest.mark.slow
+def test_the_plan_that_is_shown_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.search(r"^\$ qwen4exp-build CHECKPOINT (--plan.*)\n((?:.*\n)*?)```", README, re.MULTILINE)
+    assert shown
+    assert build([str(ROOT / "tests" / "fixtures" / "released_config.json"), *shown[1].split()]) == 0
+    planned = capsys.readouterr().out.splitlines()
+    assert [line for line in shown[2].splitlines() if line.strip() != "..." and line not in planned] == []
 
 
 def number(text: str) -> float:
