@@ -117,7 +117,7 @@ def test_flags_by_themselves_are_of_some_command(page: Path) -> None:
 def test_every_command_and_page_is_in_the_readme() -> None:
     assert commands() <= set(re.findall(r"qwen4exp-[a-z]+", README))
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= set(
-        re.findall(r"\]\((docs/\w+\.md)", text)
+        re.findall(r"\]\((docs/\w+\.md)", README)
     )
 
 
