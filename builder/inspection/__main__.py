@@ -1,0 +1,74 @@
+"""``qwen4exp-inspect BUNDLE``: what a bundle holds, layer by layer."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
+from qwen4exp_trt.builder.inspection.diff import format_differences, list_differences
+from qwen4exp_trt.builder.inspection.text import format_inspection
+from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
+
+PROG = "qwen4exp-inspect"
+DIFFERENT = 1
+"""The exit code of ``--diff`` for bundles that differ."""
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = OneLineParser(prog=PROG, description="Say what a bundle holds, layer by layer, from its files alone.")
+    add = parser.add_argument
+    add("bundle", type=Path, help="folder made by qwen4exp-build")
+    add("--batch", type=int, default=1, metavar="N", help="sequences of the decoding step (default: %(default)s)")
+    add(
+        "--context",
+        type=int,
+        metavar="N",
+        help="tokens of each before the decoding step (default: all but one of the longest sequence)",
+    )
+    text = "tokens of a prompt before the chunk of the prefill step (default: %(default)s)"
+    add("--prefill-context", type=int, default=0, metavar="N", help=text)
+    add("--all", action="store_true", help="list each layer by itself (default: those of one kind are one row)")
+    add(
+        "--filter",
+        default="*",
+        metavar="PATTERN",
+        help="list only ops, states and weights of such names: 'layers.3.*', '*.mlp.*' (default: all)",
+    )
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="write everything as JSON to stdout")
+    output.add_argument("--diff", type=Path, metavar="BUNDLE", help="say how the bundle differs from this one")
+    return parser.parse_args(argv)
+
+
+def inspect(args: argparse.Namespace) -> int:
+    """Print what is asked for; returns 1 if ``--diff`` found a difference, else 0."""
+    request = StepRequest(args.batch, args.context, args.prefill_context)
+    inspection = inspect_bundle(args.bundle, request)
+    if args.diff is not None:
+        differences = list_differences(inspection, inspect_bundle(args.diff, request), args.filter)
+        print(format_differences(differences))
+        return DIFFERENT if differences else 0
+    if args.json:
+        print(json.dumps(inspection.to_json(), indent=1))
+    else:
+        print(format_inspection(inspection, not args.all, args.filter))
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, 1 if ``--diff`` found a difference, or 2 with one line on stderr for a user's mistake."""
+    args, found = parse_args(argv), 0
+
+    def command() -> None:
+        nonlocal found
+        found = inspect(args)
+
+    return run_command(PROG, command) or found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
