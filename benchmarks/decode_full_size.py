@@ -41,6 +41,7 @@ from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 from qwen4exp_trt.runtime.step_costs import step_cost
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
+from qwen4exp_trt.runtime.streams import CudaStream
 from qwen4exp_trt.runtime.target_devices import DEVICES
 
 SCENARIOS = ((1, 2048), (1, 32768), (1, 200_000), (4, 2048), (4, 32768), (16, 2048), (16, 32768))
@@ -165,7 +166,7 @@ class Model(FullSizeModel):
         """With the ``times`` that `step_ms` gave."""
         _, inputs = self.run(batch, context, rows)
         kernels = profile_kernels(lambda: self.backend.run(inputs))
-        moved = move_inputs(self.program.inputs, inputs, self.backend.device)
+        moved = move_inputs(self.program.inputs, inputs, self.backend.device, CudaStream(self.backend.device))
         distinct = mean_distinct_experts(self.program, moved, self.backend.states, self.backend.weights)
         step = self.cost_of(batch, context, rows, distinct)
         measured = Measurement(

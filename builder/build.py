@@ -58,6 +58,7 @@ from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import save_program
 from qwen4exp_trt.runtime.specs import PleResidency
+from qwen4exp_trt.runtime.tensorrt.engine_checks import engine_label
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
@@ -270,7 +271,8 @@ def _write_part(folder: Path, part: _Part) -> None:
     onnx.save(part.compiled.onnx_model, folder / ONNX_FILE)
     if part.engine is not None:
         (folder / ENGINE_FILE).write_bytes(part.engine.engine)
-        (folder / LAYERS_FILE).write_text(json.dumps(part.engine.layers, indent=1) + "\n", encoding="utf-8")
+        layers = engine_label(part.engine.engine, folder) | part.engine.layers
+        (folder / LAYERS_FILE).write_text(json.dumps(layers, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_kernels(folder: Path, kernels: Mapping[str, bytes]) -> None:

@@ -81,7 +81,7 @@ def map_into_gpu(tensor: Tensor, name: str) -> Tensor:
     ``name`` if the memory cannot be pinned.
     """
     runtime: Any = torch.cuda.cudart()
-    address, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    address, size = tensor.data_ptr(), tensor.nbytes
     if size:
         status = runtime.cudaHostRegister(address, size, 0)
         if int(status) != 0:

@@ -27,12 +27,14 @@ ENGINE_FILE = "decoder.engine"
 ONNX_FILE = "decoder.onnx"
 LAYERS_FILE = "layers.json"
 KERNELS_DIR = "kernels"
+JIT_CACHE_DIR = "jit_cache"
+"""What TensorRT for RTX compiled when the bundle ran, if it was asked to keep it here: no file of the build."""
 DRAFT_DIR = "mtp"
 """The draft head's program, ONNX, engine and layers, under the names that those of the model have beside it."""
 TOKEN_IDS_FILE = f"{DRAFT_DIR}/token_ids.json"
 """The ids that the columns of a draft head's logits stand for, ascending; only there if they are not all."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _T = TypeVar("_T")
 
@@ -158,7 +160,8 @@ class Manifest:
     def check_files(self, folder: Path) -> None:
         """`BundleError` naming every file that is missing, not the one that was built, or not in ``files``."""
         # Names that lead out of the folder are never found.
-        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST_FILE}
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.parent != folder / JIT_CACHE_DIR]
+        found = {path.relative_to(folder).as_posix() for path in paths} - {MANIFEST_FILE}
         problems = []
         for name in sorted(found | self.files.keys() | self._required_files()):
             path, ref = folder / name, self.files.get(name)
@@ -203,4 +206,7 @@ def _check_versions(path: Path, data: Mapping[str, Any]) -> None:
     found = data["plugins"]
     if found != versions:
         differing = sorted(name for name in versions | found if versions.get(name) != found.get(name))
-        raise BundleError(f"{path}: its ops {', '.join(differing)} have other versions here; build the bundle again")
+        described = [
+            f"{name} (version {found.get(name, 'none')}, here {versions.get(name, 'none')})" for name in differing
+        ]
+        raise BundleError(f"{path}: its ops {', '.join(described)} have other versions here; build the bundle again")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+
+import torch
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.backend import load_eager_backend
@@ -18,7 +20,9 @@ from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import loading_line
 from qwen4exp_trt.runtime.side_by_side import check_difference, compare, make_steps
 from qwen4exp_trt.runtime.state_pool import allocate_states, state_bytes
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.streams import CudaStream, Stream
+from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
+from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 PROG = "qwen4exp-verify"
@@ -41,7 +45,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def verify(args: argparse.Namespace, trt: ModuleType | None = None) -> None:
+def verify(
+    args: argparse.Namespace,
+    trt: ModuleType | None = None,
+    make_stream: Callable[[torch.device], Stream] = CudaStream,
+) -> None:
     """Print the largest error of each step; `BundleError` names the first tensor that differs too much."""
     manifest = Manifest.load(args.bundle)
     manifest.check_files(args.bundle)
@@ -66,10 +74,12 @@ def verify(args: argparse.Namespace, trt: ModuleType | None = None) -> None:
     )
     program = load_eager_backend(args.bundle, manifest, options, device, runs_engine=True)
     states, head, draft = allocate_states(specs, num_blocks, limits.num_slots, device), program.draft, None
+    bundle = trt, args.bundle, manifest
     if head is not None:
-        draft = TensorRTBackend(trt, args.bundle, manifest, head.program, states, head.weights, device, is_draft=True)
-    model = program.program, states, program.weights, device
-    engine = TensorRTBackend(trt, args.bundle, manifest, *model, draft=draft)
+        parts = head.program, states, head.weights, device
+        draft = TensorRTBackend(*bundle, *parts, is_draft=True, stream=make_stream(device), jit_cache=options.jit_cache)
+    parts = program.program, states, program.weights, device
+    engine = TensorRTBackend(*bundle, *parts, draft=draft, stream=make_stream(device), jit_cache=options.jit_cache)
     results = compare(steps, blocks, program, engine, program.rows)
     for step, differences in zip(steps, results, strict=True):
         worst = check_difference(differences, args.tolerance)

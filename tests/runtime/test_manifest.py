@@ -134,7 +134,8 @@ def test_other_op_versions_are_named(tmp_path: Path) -> None:
     first, second, *_ = sorted(plugins)
     changed = {name: version for name, version in plugins.items() if name != second}
     change(tmp_path, plugins=changed | {first: 99, "unknown_op": 1})
-    assert f"its ops {first}, {second}, unknown_op have other versions here" in refused(tmp_path)
+    described = f"{first} (version 99, here 1), {second} (version none, here 1), unknown_op (version 1, here none)"
+    assert f"its ops {described} have other versions here" in refused(tmp_path)
 
 
 def test_missing_and_changed_files_are_all_named(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import bundles
 import pytest
 import torch
+from serving import loaded_backend
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM, memory_plan
-from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.cuda_device import limit_allocations
 from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, Manifest
@@ -48,8 +48,7 @@ def uses(found: MemoryPlan) -> dict[str, int]:
 
 def test_the_figures_are_those_of_what_is_loaded(tiny_bundle: Path) -> None:
     llm = LLM(tiny_bundle, num_blocks=5)
-    backend = llm.core.backend
-    assert isinstance(backend, EagerBackend)
+    backend = loaded_backend(llm)
     states, found = backend.states, uses(llm.memory_plan)
     assert found["weights"] == sum(weight.nbytes for weight in backend.weights.values())
     assert found["5 pages of 8 tokens"] + found["states of 3 sequences"] == sum(s.nbytes for s in states.values())

@@ -1,0 +1,3 @@
+class Plugins:
+    def __init__(self, module, file):
+        raise NotImplementedError
