@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
+
+import torch
 
 from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
 from qwen4exp_trt.builder.inspection.diff import format_differences, list_differences
+from qwen4exp_trt.builder.inspection.engine_inspector import with_inspector
 from qwen4exp_trt.builder.inspection.text import format_inspection
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
+from qwen4exp_trt.runtime.cuda_device import device_from_name
+from qwen4exp_trt.runtime.streams import CudaStream, Stream
 
 PROG = "qwen4exp-inspect"
 DIFFERENT = 1
@@ -38,16 +44,25 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="PATTERN",
         help="list only ops, states and weights of such names: 'layers.3.*', '*.mlp.*' (default: all)",
     )
+    add("--engine", action="store_true", help="load the engines on --device and add what they say of their layers")
+    add("--device", default="cuda", help="where --engine loads them (default: %(default)s)")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="write everything as JSON to stdout")
     output.add_argument("--diff", type=Path, metavar="BUNDLE", help="say how the bundle differs from this one")
     return parser.parse_args(argv)
 
 
-def inspect(args: argparse.Namespace) -> int:
+def inspect(
+    args: argparse.Namespace,
+    trt: ModuleType | None = None,
+    make_stream: Callable[[torch.device], Stream] = CudaStream,
+) -> int:
     """Print what is asked for; returns 1 if ``--diff`` found a difference, else 0."""
     request = StepRequest(args.batch, args.context, args.prefill_context)
     inspection = inspect_bundle(args.bundle, request)
+    if args.engine:
+        device = device_from_name(args.device)
+        inspection = with_inspector(inspection, args.bundle, device, make_stream, trt)
     if args.diff is not None:
         differences = list_differences(inspection, inspect_bundle(args.diff, request), args.filter)
         print(format_differences(differences))

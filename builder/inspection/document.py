@@ -153,6 +153,10 @@ class Engine:
     target: str
     activation_bytes: dict[str, int]
     """By profile."""
+    scratch_bytes: dict[str, int]
+    """By profile: of them, what the most demanding layer needs beside its operands."""
+    constant_bytes: int | None
+    """Of constants in the engine; None if TensorRT did not tell."""
     layers: list[EngineLayer]
     unread: list[str]
     """Lines of TensorRT's report that the builder could not read."""

@@ -22,6 +22,8 @@ def read_engine(path: Path, num_bytes: int, ops: ProgramOps) -> Engine:
             tensorrt=report["tensorrt"],
             target=report["target"],
             activation_bytes=dict(report["activation_bytes"]),
+            scratch_bytes=dict(report["scratch_bytes"]),
+            constant_bytes=report["constant_bytes"],
             layers=[_layer(layer, ops) for layer in report["layers"]],
             unread=list(report["unread"]),
         )

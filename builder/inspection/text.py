@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from qwen4exp_trt.builder.inspection.document import (
     CostInfo,
+    Engine,
     EngineLayer,
     Inspection,
     Op,
@@ -106,9 +107,13 @@ class _PartText:
             yield _labelled("engine", "none")
         else:
             counts = ", ".join(f"{len(self._of_profile(name))} layers in {name}" for name in self._profiles)
-            memory = ", ".join(f"{size(num_bytes)} in {name}" for name, num_bytes in engine.activation_bytes.items())
+            memory = ", ".join(
+                f"{size(num_bytes)} in {name} ({size(engine.scratch_bytes.get(name, 0))} of one layer's own)"
+                for name, num_bytes in engine.activation_bytes.items()
+            )
             yield _labelled("engine", f"{size(engine.num_bytes)} by {engine.tensorrt} for {engine.target}: {counts}")
             yield _labelled("activations", memory or "not told")
+            yield from _merged(engine)
         for profile in self._profiles:
             total = part.totals[profile]
             yield _labelled(profile, describe_total(total))
@@ -205,6 +210,18 @@ class _PartText:
             share = f"{sum(each.share for each in of_profile):.1%}"
             cells += [traffic(num_bytes) if num_bytes else "", work(flops) if flops else "", share]
         return cells
+
+
+def _merged(engine: Engine) -> Iterator[str]:
+    """With ``--engine``: which layers only one side has."""
+    told = sum(layer.inspector is not None for layer in engine.layers)
+    if not told and not engine.only_inspector:
+        return
+    yield _labelled("inspector", f"{told} of {len(engine.layers)} layers are in the loaded engine by the same name")
+    for name in engine.only_report:
+        yield _labelled("", f"only in the builder's report: {name}")
+    for layer in engine.only_inspector:
+        yield _labelled("", f"only in the loaded engine: {layer.get('Name')} ({layer.get('LayerType', 'no type')})")
 
 
 def describe_total(total: CostInfo) -> str:
