@@ -41,6 +41,9 @@ class Work(Protocol):
 
     name: str
 
+    def prepare(self, run_earlier: Callable[[], None]) -> None:
+        """What the host does when it enqueues. ``run_earlier`` runs what is in front of it."""
+
     def poison(self) -> None:
         """Fill the results with what shows when it is read."""
 
@@ -73,7 +76,7 @@ class CpuStream:
         self._depth = 0
         """Of blocks: inside of one the caller's stream is this one."""
         self._recorder: _Recorder | None = None
-        self._graphs: list[CpuGraph] = []
+        self._graphs = weakref.WeakSet[CpuGraph]()
         self._stagings: list[_Staging] = []
 
     # --- of runtime.streams.Stream --------------------------------------------------------------------------------
@@ -112,7 +115,7 @@ class CpuStream:
         finally:
             self._recorder.undo()
             self._recorder = None
-        self._graphs.append(graph)
+        self._graphs.add(graph)
         return graph, result
 
     def event(self) -> CpuEvent:
@@ -150,15 +153,18 @@ class CpuStream:
         self._enqueue(work)
 
     def _enqueue(self, work: Work) -> None:
-        digests = work.digests()
-        work.poison()
+        with torch.utils._python_dispatch._disable_current_modes():
+            work.prepare(self.run_pending)
+            digests = work.digests()
+            work.poison()
         self._pending.append((work, digests))
 
     def run_pending(self) -> None:
         """Run what is enqueued, in order."""
-        while self._pending:
-            work, digests = self._pending.pop(0)
+        for work, digests in self._pending:
             work.check_unchanged(digests)
+        while self._pending:
+            work, _ = self._pending.pop(0)
             with torch.utils._python_dispatch._disable_current_modes():
                 work.run()
 

@@ -10,6 +10,7 @@ from trt_simulator.api import Double
 from trt_simulator.errors import SimulatorError
 from trt_simulator.execution import Execution, check_disjoint
 from trt_simulator.memory import MEMORY, RAW, Region, Seen, num_bytes
+from trt_simulator.plugins import PluginFailure
 from trt_simulator.runtime_config import RuntimeConfig
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ class Context(Double):
         return True
 
     def get_tensor_address(self, name: str) -> int:
-        return self._bound[self._known(name)][0] if name in self._bound else 0
+        self._known(name)
+        return self._bound[name][0] if name in self._bound else 0
 
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         if self._known(name) in self._file.inputs:
@@ -124,7 +126,11 @@ class Context(Double):
             raise SimulatorError(f"captured, while TensorRT makes the CUDA graphs of {execution.name}")
         if stream.is_capturing and execution.shapes_key not in self._executed_shapes:
             raise SimulatorError(f"captured before {execution.name} was executed once with these shapes")
-        stream.enqueue(execution)
+        try:
+            stream.enqueue(execution)
+        except PluginFailure as failure:
+            self._module.report(str(failure))
+            return False
         self._executed_shapes.add(execution.shapes_key)
         return True
 

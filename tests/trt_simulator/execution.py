@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ class Execution:
     regions: Mapping[str, Region]
     device_memory: Region
     plugins: Any
+    _prepared: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -76,17 +77,37 @@ class Execution:
                     return region.what
         return None
 
+    def prepare(self, run_earlier: Callable[[], None]) -> None:
+        """Compute at once what plugins are called for, which is when a step is enqueued; `run` makes it visible."""
+        if self.plugins is None:
+            return
+        run_earlier()
+        names = [*self.file.aliases.values(), *self.results]
+        before = [self._tensor(name).clone() for name in names]
+        self._compute()
+        self._prepared.update((name, self._tensor(name).clone()) for name in names)
+        for name, value in zip(names, before, strict=True):
+            self._tensor(name).copy_(value)
+
     def run(self) -> None:
+        if self._prepared:
+            for name, value in self._prepared.items():
+                self._tensor(name).copy_(value)
+            self._prepared.clear()
+        else:
+            self._compute()
+        self.module.calls[self.name] += 1
+        self.context._config._compiled(f"{self.name} {sorted(self.shapes.items())}")
+
+    def _compute(self) -> None:
         operands = {name: self._tensor(name) for name in self.file.inputs}
         device = next(iter(operands.values())).device
-        run_plugin = None if self.plugins is None else self.plugins.runner(self.profile)
+        run_plugin = None if self.plugins is None else self.plugins.runner(self)
         results = self.file.program.run_on(device, operands, run_plugin)
         for name in self.results:
             self._store(name, results[name])
         for name, source in self.file.aliases.items():
             assert results[name] is operands[source], name
-        self.module.calls[self.name] += 1
-        self.context._config._compiled(f"{self.name} {sorted(self.shapes.items())}")
 
     def _store(self, name: str, result: Tensor) -> None:
         dtype, shape = self.file.dtypes[name], torch_shape(self.file.dtypes[name], self.shapes[name])
@@ -107,10 +128,8 @@ def check_disjoint(file: EngineFile, regions: Mapping[str, Region], device_memor
     last = None
     for region in ordered:
         if last is not None and region.address < last.end and region.num_bytes:
-            pair = [r for r in (last, region) if r is device_memory or is_written[r.what]]
-            if pair:
-                raise SimulatorError(
-                    f"{region.what} overlaps {last.what}: {', '.join(r.what for r in pair)} is written"
-                )
+            written = [each.what for each in (last, region) if each is device_memory or is_written[each.what]]
+            if written:
+                raise SimulatorError(f"{region.what} overlaps {last.what}, and {' and '.join(written)} is written")
         if last is None or region.end > last.end:
             last = region

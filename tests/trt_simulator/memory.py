@@ -33,6 +33,7 @@ class Seen:
 
     storage: StorageWeakRef
     storage_address: int
+    storage_bytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     is_contiguous: bool
@@ -62,8 +63,7 @@ class Region:
         storage = self.seen.live_storage()
         if storage is None:
             raise SimulatorError(f"use after free: the memory of {self.what} was freed after it was bound")
-        start = self.seen.storage_address
-        if storage.data_ptr() != start or start + storage.nbytes() < self.end:
+        if (storage.data_ptr(), storage.nbytes()) != (self.seen.storage_address, self.seen.storage_bytes):
             raise SimulatorError(f"use after free: the memory of {self.what} was resized after it was bound")
         return storage
 
@@ -120,7 +120,8 @@ class Memory:
     def _note(self, address: int, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         shape = tuple(element_shape(tensor.shape, tensor.dtype)) if tensor.dim() else ()
-        seen = Seen(StorageWeakRef(storage), storage.data_ptr(), tensor.dtype, shape, tensor.is_contiguous())
+        place = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
+        seen = Seen(*place, tensor.dtype, shape, tensor.is_contiguous())
         with self._lock:
             self._seen[address] = seen
             if len(self._seen) > _MOST_SEEN:
@@ -155,7 +156,8 @@ class Memory:
         for seen in candidates:
             storage = seen.live_storage()
             if storage is not None and 0 <= address - storage.data_ptr() < storage.nbytes():
-                return Seen(seen.storage, storage.data_ptr(), RAW, (storage.nbytes(),), True)
+                size = storage.nbytes()
+                return Seen(seen.storage, storage.data_ptr(), size, RAW, (size,), True)
         was = " any more: it was freed" if exact is not None else ""
         raise SimulatorError(f"{what} is bound to {address:#x}, which is in no live tensor{was}")
 

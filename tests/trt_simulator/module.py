@@ -53,9 +53,8 @@ class SimulatedTensorRT(ModuleType):
         self.refusals: dict[str, str] = {}
         """Method (``IExecutionContext.execute_async_v3``) -> what TensorRT logs when it next refuses the call."""
         self.log: Any = None
-        self.validity = real.EngineValidity.VALID if hasattr(real, "EngineValidity") else None
-        self.invalidity = 0
-        """What ``get_engine_validity`` says of a known engine, and its reasons."""
+        self.validity = (real.EngineValidity.VALID, 0) if hasattr(real, "EngineValidity") else None
+        """What ``get_engine_validity`` says of a known engine: that, and its reasons."""
         self.is_capturable = True
         self.configs: list[RuntimeConfig] = []
         """All that were made."""
@@ -137,8 +136,8 @@ class Runtime(api.Double):
         return Engine(self._module, self, file)
 
     def get_engine_validity(self, buffer: Any) -> tuple[Any, int]:
-        bytes(buffer)
-        return self._module.validity, self._module.invalidity
+        invalid = self._module.EngineValidity.INVALID, 0
+        return invalid if self._file(buffer) is None else self._module.validity
 
     def get_plugin_registry(self) -> Registry:
         return self._module._registry
