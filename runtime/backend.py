@@ -129,21 +129,28 @@ def load_eager_backend(
     programs, limits = load_programs(folder, manifest, options.with_draft_head), manifest.limits
     plan = plan_memory(programs, manifest, options, device, runs_engine)
     limit_allocations(plan, device)
-    files = open_weight_files(folder, manifest, options.checkpoint)
+    maker = options.weight_maker
+    files = [] if maker else open_weight_files(folder, manifest, options.checkpoint)
     weight_specs = distinct_weights(folder, programs)
     state_specs = tuple(spec for program in programs for spec in program.states)
     # First, so that a lack of memory shows before weights are read for minutes.
     states = allocate_states(state_specs, plan.num_blocks, limits.num_slots, device)
-    logger.info("loading %d weights from %s", len(weight_specs), ", ".join(str(file.path) for file in files))
-    with TensorReader(*files) as reader:
-        weights = load_weights(weight_specs, reader, device, options.progress, manifest.host_weights)
+    if maker is not None:
+        weights = maker.make_weights(weight_specs, device, manifest.host_weights, options.progress)
+    else:
+        logger.info("loading %d weights from %s", len(weight_specs), ", ".join(str(file.path) for file in files))
+        with TensorReader(*files) as reader:
+            weights = load_weights(weight_specs, reader, device, options.progress, manifest.host_weights)
 
     def parts(program: Program) -> tuple[Program, Mapping[str, Tensor], Mapping[str, Tensor]]:
         return program, states, {spec.name: weights[spec.name] for spec in program.weights}
 
     model, *drafts = programs
-    rows: NgramTable = ResidentTable(PleResidency(manifest.ple_residency))
-    if any(isinstance(spec, NgramRowsSpec) for spec in model.inputs):
+    residency = PleResidency(manifest.ple_residency)
+    rows: NgramTable = ResidentTable(residency)
+    if maker is not None:
+        rows = maker.make_ngram_table(model.inputs, residency)
+    elif any(isinstance(spec, NgramRowsSpec) for spec in model.inputs):
         rows = NgramRows(model.inputs, TensorReader(*files), limits.num_slots, options.row_cache_bytes)
         rows.measure_disks()
     if device.type == "cuda":

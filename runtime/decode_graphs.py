@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -72,6 +73,8 @@ class DecodeGraphs:
         self._execute_for, self._specs, self._limits, self._device = execute_for, specs, limits, device
         self._stream, self._captures = stream, captures
         self._prepared: dict[StepShape, _Prepared] = {}
+        self.seconds = 0.0
+        """That new shapes took: their first step, with what is compiled then, and the capture."""
 
     @property
     def shapes(self) -> list[StepShape]:
@@ -94,6 +97,7 @@ class DecodeGraphs:
         return prepared.run()
 
     def _prepare(self, shape: StepShape) -> _Prepared:
+        start = time.perf_counter()
         layout, execute = InputLayout(self._specs, shape), self._execute_for(shape)
         buffer = aligned_empty((layout.num_bytes,), torch.uint8, self._device)
         buffer.copy_(layout.padding())
@@ -103,6 +107,7 @@ class DecodeGraphs:
             execute(views)
         self._stream.synchronize()
         run = self._captured(execute, views) if self._captures else partial(self._enqueued, execute, views)
+        self.seconds += time.perf_counter() - start
         return _Prepared(buffer, run, itertools.cycle([_Staging(layout, self._stream) for _ in range(2)]))
 
     def _captured(self, execute: Execute, views: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:

@@ -17,7 +17,7 @@ from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import make_drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
-from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES, LoadOptions
+from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES, LoadOptions, WeightMaker
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
 from qwen4exp_trt.runtime.prefix_cache.cache import PrefixCache
@@ -62,9 +62,9 @@ class LLM:
     says where that began; for ``eager`` only. ``cuda_graphs``: who makes CUDA graphs of decode steps: ``own`` (this
     runtime, the default on a GPU), ``tensorrt`` (TensorRT for RTX, of the engine alone) or ``none``. ``jit_cache``:
     where to keep what TensorRT for RTX compiles: ``user`` (below ``~/.cache/qwen4exp-trt``), ``bundle`` (in its
-    folder), ``none``, or a folder. Raises `BundleError` for a bundle that is damaged, of another version, without
-    weights or too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is not the
-    one it was built from.
+    folder), ``none``, or a folder. ``weight_maker``: makes the weights in place of the checkpoint, which need not be
+    there. Raises `BundleError` for a bundle that is damaged, of another version, without weights or too large for the
+    memory (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was built from.
 
     Threads may share it: their requests run in the same steps.
     """
@@ -90,7 +90,10 @@ class LLM:
         debug_nan: bool = False,
         cuda_graphs: str | None = None,
         jit_cache: str | Path = "user",
+        weight_maker: WeightMaker | None = None,
     ) -> None:
+        if weight_maker is not None and cache_dir is not None:
+            raise BundleError("cache_dir keeps states of the checkpoint's weights; leave it out with a weight_maker")
         self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         how = (prefix_cache_bytes, host_cache_bytes, cache_dir, disk_cache_bytes, snapshot_interval)
         caching = PrefixCacheOptions(*how) if enable_prefix_caching else None
@@ -105,6 +108,7 @@ class LLM:
             cuda_graphs=cuda_graphs,
             jit_cache=jit_cache,
             progress=progress,
+            weight_maker=weight_maker,
         )
         folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime.ngram_table import NgramTable
 from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.progress_line import Progress
+from qwen4exp_trt.runtime.specs import PleResidency, TensorSpec, WeightSpec
 
 DEFAULT_ROW_CACHE_BYTES = 64 * 2**20
 """Of rows of an n-gram table on disk that are kept, for each table: 180,000 of the released model's."""
+
+
+class WeightMaker(Protocol):
+    """Makes what is otherwise read from the files of a checkpoint."""
+
+    def make_weights(
+        self,
+        specs: Sequence[WeightSpec],
+        device: torch.device,
+        host_weights: Collection[str] = (),
+        progress: Progress | None = None,
+    ) -> dict[str, Tensor]:
+        """Every weight by name, as `load_weights` gives it."""
+        ...
+
+    def make_ngram_table(self, inputs: Sequence[TensorSpec], residency: PleResidency) -> NgramTable:
+        """What completes ``inputs`` of the program, which are those of a table that stays on disk, if there are any."""
+        ...
 
 
 class CudaGraphs(StrEnum):
@@ -32,6 +56,8 @@ class LoadOptions:
 
     checkpoint: Path | None = None
     """Where the checkpoint is now; None for where it was at the build."""
+    weight_maker: WeightMaker | None = None
+    """What makes the weights; None for reading those of the checkpoint."""
     num_blocks: int | None = None
     """Pages of the KV cache; None for a full batch of the longest sequences, or as many as there is memory for."""
     with_draft_head: bool = False

@@ -138,6 +138,12 @@ class ProgramBackend(ABC):
                     return DrawnStep(drawn, rows["logits"], stack_of(rows))
         return drawn_step(self._run(inputs), operands, vocab_limit)
 
+    @property
+    def preparation(self) -> tuple[int, float]:
+        """Shapes of steps that were prepared so far, and the seconds that this took."""
+        graphs = [*([self._graphs] if self._graphs is not None else []), *self._sampling_graphs.values()]
+        return sum(len(each.shapes) for each in graphs), sum(each.seconds for each in graphs)
+
     def close(self) -> None:
         """Let go of what steps need; none can be run afterwards. May be called twice."""
         if self.stream is not None and not self._is_closed:

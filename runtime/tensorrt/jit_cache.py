@@ -49,6 +49,8 @@ class JitCache:
         self._cache: Any = None
         self._num_bytes = 0
         """In the file."""
+        self.loaded_bytes = 0
+        """That were taken over from the file; 0 if there was nothing."""
 
     def attach(self, config: Any) -> None:
         """Let contexts of the ``IRuntimeConfig`` use it; the first call reads the file."""
@@ -91,7 +93,7 @@ class JitCache:
             )
             return
         if data and self._cache.deserialize(data):
-            self._num_bytes = len(data)
+            self._num_bytes = self.loaded_bytes = len(data)
             return
         logger.warning(
             "%s: TensorRT does not take these compiled kernels (damaged, or of another GPU, driver or TensorRT), so "

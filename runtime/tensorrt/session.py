@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +41,11 @@ class Session:
         self.capabilities = Capabilities(trt)
         self._stream, self._graphs = stream, graphs
         self._runtime: Any = trt.Runtime(self.log)
+        start = time.perf_counter()
         self.engine: Any = self._deserialize()
+        self.deserialize_seconds = time.perf_counter() - start
+        self.context_seconds = 0.0
+        """That contexts took to make, all of them together: with TensorRT for RTX much of it is compiling."""
         self.contexts: list[Context] = []
         self._configs: dict[bool, Any] = {}
         """By whether steps of a context are captured."""
@@ -52,6 +57,7 @@ class Session:
 
     def make_context(self, profile: int, bindings: Bindings, is_captured: bool) -> Context:
         """A context for the optimization profile of that index, with every address bound that no step changes."""
+        start = time.perf_counter()
         context = Context(self, self._create_context(is_captured), is_captured)
         with self._stream.fork():
             selected = context.handle.set_optimization_profile_async(profile, self._stream.handle)
@@ -61,6 +67,7 @@ class Session:
         refused = bind(context.handle, bindings.addresses, bindings.shapes)
         self.check(refused is None, str(refused))
         self.contexts.append(context)
+        self.context_seconds += time.perf_counter() - start
         return context
 
     def use_activations(self, memory: Tensor) -> None:
