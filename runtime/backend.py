@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -95,12 +95,18 @@ class EagerBackend(ProgramBackend):
         how = CudaStream(device) if is_gpu else None, cuda_graphs
         super().__init__(program, states, weights, limits, device, *how, rows, memory_plan, draft, token_ids)
         self._program_for_few = with_own_linears(program) if is_gpu else program
+        self._watch: Callable[..., Any] | None = None
         self.nan_trace: NanTrace | None = None
         """Of the last step, if it was watched."""
 
+    def watch(self, execute: Callable[..., Any]) -> None:
+        """Run all steps from now on op by op through ``execute``, which looks at values: see `Program.run`."""
+        self._graphs, self._watch = None, execute
+
     def watch_nan(self) -> None:
-        """Run all steps from now on op by op, since none can be run again, and keep what `NanTrace` has of the last."""
-        self._graphs, self.nan_trace = None, NanTrace(self.program)
+        """`watch` all steps, since none can be run again, and keep what `NanTrace` has of the last."""
+        self.nan_trace = NanTrace(self.program)
+        self.watch(self.nan_trace.run)
 
     def _execute_for(self, shape: StepShape) -> Execute:
         return self._execute
@@ -109,8 +115,8 @@ class EagerBackend(ProgramBackend):
         has_few = len(inputs["input_ids"]) <= MOST_TOKENS
         program = self._program_for_few if has_few else self.program
         with exact_matmuls():
-            if self.nan_trace is not None:
-                return self.program.run(inputs, self.states, self.weights, self.nan_trace.run)
+            if self._watch is not None:
+                return self.program.run(inputs, self.states, self.weights, self._watch)
             return program.run(inputs, self.states, self.weights)
 
 

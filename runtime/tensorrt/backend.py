@@ -77,14 +77,17 @@ class TensorRTBackend(ProgramBackend):
         super().__init__(program, states, weights, manifest.limits, device, *how)
         assert not is_draft or manifest.draft is not None, folder
         self.trt = trt
-        self.profiles: dict[str, Any] = manifest.draft.profiles if is_draft and manifest.draft else manifest.profiles
+        built = manifest.draft if is_draft and manifest.draft else manifest
+        self.profiles: dict[str, Any] = built.profiles
         name = f"{DRAFT_DIR}/{ENGINE_FILE}" if is_draft else ENGINE_FILE
         cache = jit.JitCache(cache_folder and cache_folder / jit.file_name(trt, manifest, name))
         self.session = Session(trt, folder / name, device, stream, self.cuda_graphs, cache)
-        check_io_tensors((folder / name).parent, trt, self.session.engine, program)
+        check_io_tensors((folder / name).parent, trt, self.session.engine, program, built.debug_outputs)
         self.outputs = allocate_outputs(program.outputs, manifest, device)
-        tensors = {**self.states, **weights, **self.outputs}
-        self._bindings = Bindings(program, tensors, self.profiles, device)
+        self.debug_outputs = allocate_outputs(built.debug_outputs, manifest, device)
+        """Values between the layers, if the engine shows some: of a step, in as many elements in front as it has."""
+        tensors = {**self.states, **weights, **self.outputs, **self.debug_outputs}
+        self._bindings = Bindings(program, tensors, self.profiles, device, built.debug_outputs)
         self._profile_indices = {name: index for index, name in enumerate(self.profiles)}
         self.contexts = {name: self._make_context(name) for name in self.profiles}
         cache.save()
@@ -142,7 +145,7 @@ class TensorRTBackend(ProgramBackend):
 
 def allocate_outputs(specs: Sequence[TensorSpec], manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
     """Memory for outputs of steps of any size, by name."""
-    extents = {"L": manifest.limits.max_logits_rows, "T": manifest.limits.max_step_tokens}
+    extents = manifest.limits.largest_step
     return {
         spec.name: aligned_empty([extent_of(dim, extents) for dim in spec.shape], dtype_from_name(spec.dtype), device)
         for spec in specs

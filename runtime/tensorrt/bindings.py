@@ -23,7 +23,8 @@ ProfileRanges = Mapping[str, Sequence[Shape]]
 
 
 class Bindings:
-    """The addresses of one engine that no step changes: states, weights and outputs of ``program``.
+    """The addresses of one engine that no step changes: states, weights and outputs of ``program``, and the values
+    between its layers that are ``debug_outputs``.
 
     `BundleError` that names every tensor which is missing, or not as the program's tables and the profiles say.
     """
@@ -34,11 +35,13 @@ class Bindings:
         tensors: Mapping[str, Tensor],
         profiles: Mapping[str, ProfileRanges],
         device: torch.device,
+        debug_outputs: Sequence[TensorSpec] = (),
     ) -> None:
+        outputs = (*program.outputs, *debug_outputs)
         self._program, self._device, self._profiles = program, device, profiles
         problems = []
         pools = _pool_extents(program, tensors)
-        for spec in (*program.states, *(weight.tensor for weight in program.weights), *program.outputs):
+        for spec in (*program.states, *(weight.tensor for weight in program.weights), *outputs):
             if spec.name not in tensors:
                 problems.append(f"{spec.name} is missing")
                 continue
@@ -50,7 +53,7 @@ class Bindings:
                 problems.append(f"{spec.name} is {shape}, outside the profiles {', '.join(outside)}")
         if problems:
             raise BundleError(f"the engine cannot be given its tensors: {listing(problems)}")
-        self.addresses = {spec.name: tensors[spec.name].data_ptr() for spec in (*program.outputs, *program.states)}
+        self.addresses = {spec.name: tensors[spec.name].data_ptr() for spec in (*outputs, *program.states)}
         self.addresses |= {weight.name: tensors[weight.name].data_ptr() for weight in program.weights}
         # Updated in place.
         self.addresses |= {spec.out_name: tensors[spec.name].data_ptr() for spec in program.states}
