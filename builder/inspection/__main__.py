@@ -17,6 +17,7 @@ from qwen4exp_trt.builder.inspection.engine_inspector import with_inspector
 from qwen4exp_trt.builder.inspection.text import format_inspection
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.cuda_device import device_from_name
+from qwen4exp_trt.runtime.json_files import check_file_target, write_text
 from qwen4exp_trt.runtime.streams import CudaStream, Stream
 
 PROG = "qwen4exp-inspect"
@@ -47,8 +48,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--engine", action="store_true", help="load the engines on --device and add what they say of their layers")
     add("--device", default="cuda", help="where --engine loads them (default: %(default)s)")
     output = parser.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="write everything as JSON to stdout")
-    output.add_argument("--diff", type=Path, metavar="BUNDLE", help="say how the bundle differs from this one")
+    output.add_argument("--json", action="store_true", help="everything, as JSON")
+    output.add_argument("--diff", type=Path, metavar="BUNDLE", help="how the bundle differs from this one")
+    add("-o", "--output", type=Path, metavar="FILE", help="where to write it (default: stdout)")
     return parser.parse_args(argv)
 
 
@@ -57,7 +59,9 @@ def inspect(
     trt: ModuleType | None = None,
     make_stream: Callable[[torch.device], Stream] = CudaStream,
 ) -> int:
-    """Print what is asked for; returns 1 if ``--diff`` found a difference, else 0."""
+    """Write what is asked for; returns 1 if ``--diff`` found a difference, else 0."""
+    if args.output is not None:
+        check_file_target(args.output, "--output")
     request = StepRequest(args.batch, args.context, args.prefill_context)
     inspection = inspect_bundle(args.bundle, request)
     if args.engine:
@@ -65,13 +69,21 @@ def inspect(
         inspection = with_inspector(inspection, args.bundle, device, make_stream, trt)
     if args.diff is not None:
         differences = list_differences(inspection, inspect_bundle(args.diff, request), args.filter)
-        print(format_differences(differences))
+        _write(format_differences(differences), args.output)
         return DIFFERENT if differences else 0
     if args.json:
-        print(json.dumps(inspection.to_json(), indent=1))
+        text = json.dumps(inspection.to_json(), indent=1)
     else:
-        print(format_inspection(inspection, not args.all, args.filter))
+        text = format_inspection(inspection, not args.all, args.filter)
+    _write(text, args.output)
     return 0
+
+
+def _write(text: str, path: Path | None) -> None:
+    if path is None:
+        print(text)
+    else:
+        write_text(path, f"{text}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

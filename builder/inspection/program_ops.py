@@ -39,12 +39,12 @@ class ProgramOps:
         self._nodes: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in model.graph.node:
             self._nodes[self._path_of(node.name)].append(node)
-        self.values = self._read_values(model.graph)
         missing = [path for path in self.paths if path not in self._nodes]
         if missing:
             raise BundleError(
                 f"{where}: has no node {missing[0]}, which the program beside it has; build the bundle again"
             )
+        self.values = self._read_values(model.graph)
 
     def find_path(self, node_name: str) -> str | None:
         """The op that the ONNX node ``node_name`` is a part of; None for none."""

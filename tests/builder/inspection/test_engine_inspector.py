@@ -53,10 +53,9 @@ def test_layers_that_only_one_side_has_are_listed(inspection: Inspection) -> Non
     engine = inspection.parts[0].engine
     assert engine is not None
     conv = "layers.0.linear_attn.causal_conv1d"
-    names = [layer.name for layer in engine.layers if layer.profile == "decode"]
-    told = [{"Name": name} for name in names if name != conv] + [{"Name": "a copy", "LayerType": "Reformat"}]
-    merged = merge_layers(replace(engine, layers=engine.layers[: len(names)]), told)
-    assert merged.only_report == [f"{conv} (decode)"]
+    told = [{"Name": layer.name} for layer in engine.layers if layer.name != conv]
+    merged = merge_layers(engine, [*told, {"Name": "a copy", "LayerType": "Reformat"}])
+    assert merged.only_report == [f"{conv} (decode)", f"{conv} (prefill)"]
     assert merged.only_inspector == [{"Name": "a copy", "LayerType": "Reformat"}]
     part = replace(inspection.parts[0], engine=merged)
     text = format_inspection(replace(inspection, parts=[part]))

@@ -38,7 +38,7 @@ def test_rows_of_the_report(inspection: Inspection) -> None:
     state = row_of(text, "layers.1.self_attn.kv_cache")
     assert "[num_blocks, 2, 8, 2, 16]" in state and state.endswith("qsa_attention")
     gain = row_of(text, "layers.{0,1}.attn_hyper_connection.hc_norm.add.weight x2")
-    assert gain.endswith("model.language_model.layers.*.attn_hyper_connection.hc_norm.weight (cast, add)")
+    assert gain.endswith("model.layers.*.attn_hyper_connection.hc_norm.weight (cast, add)")
     assert max(map(len, lines)) < 260 and all(line == line.rstrip() for line in lines)
 
 
