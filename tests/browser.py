@@ -19,10 +19,18 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 HOW_TO_INSTALL = "no browser; install one with: apt-get install --no-install-recommends chromium"
 _READ_FD, _WRITE_FD = 3, 4
 """Where Chromium expects its ends of ``--remote-debugging-pipe``."""
-_FLAGS = (
-    "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-extensions "
-    "--disable-background-networking --disable-component-update --disable-sync --remote-debugging-pipe"
-).split()
+_FLAGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-first-run",
+    "--remote-debugging-pipe",
+]
 _KEY_CODES = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "ArrowLeft": 37, "ArrowRight": 39, "Tab": 9}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-_FILES = files(__package__) / "page_files"
+_FILES = files("qwen4exp_trt.builder.inspection") / "page_files"
 _SCRIPTS = ("dom.js", "model.js", "layout.js", "graph.js", "bars.js", "panel.js", "tables.js", "search.js", "main.js")
 """In this order they are one script."""
 

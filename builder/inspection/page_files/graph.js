@@ -1,6 +1,6 @@
 // The graph of the program: a box for each block of ops, folded or with its ops, states beside them.
 
-const MARGIN = 14, HEADER = 32, BLOCK_GAP = 18, INSET = 10, LOAD_WIDTH = 130, SMALLEST_SCALE = 0.8, LEGEND = 44;
+const MARGIN = 14, HEADER = 28, BLOCK_GAP = 12, OPEN_GAP = 26, INSET = 10, LOAD_WIDTH = 130, SMALLEST_SCALE = 0.8, LEGEND = 44;
 
 class Graph {
   // `choose(selection)` and `toggle(block)` are called on clicks.
@@ -21,11 +21,11 @@ class Graph {
       drawn.push(this.drawBlock(part, profile, box, middle));
       headers.push(this.drawHeader(part, profile, box));
       borders.push(this.bordersOf(box, middle));
-      y += box.height + BLOCK_GAP;
+      y += box.height + (box.layout || layouts[i + 1] ? OPEN_GAP : BLOCK_GAP);
     }
     const edges = borders.slice(1).flatMap((border, i) => this.drawGap(borders[i], border));
     // A graph that is a little too wide is drawn smaller.
-    const height = y - BLOCK_GAP + LEGEND, scale = Math.max(SMALLEST_SCALE, Math.min(1, available / width));
+    const height = y + LEGEND, scale = Math.max(SMALLEST_SCALE, Math.min(1, available / width));
     this.root.replaceChildren(
       svg("svg", { class: "graph", width: width * scale, height: height * scale, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Graph of ${part.title}` },
         drawn, svg("g", {}, edges), headers)
@@ -57,7 +57,7 @@ class Graph {
     const segments = [...cost.byComponent].map(([component, weight]) => {
       const length = (LOAD_WIDTH * weight) / scale;
       at += length;
-      return svg("rect", { x: at - length, y: 12, width: length, height: 8, class: "load", style: { fill: component.color } });
+      return svg("rect", { x: at - length, y: 10, width: length, height: 8, class: "load", style: { fill: component.color } });
     });
     const toggle = () => this.toggle(block);
     const count = `${block.ops.length} ${block.ops.length === 1 ? "op" : "ops"}`;
@@ -67,11 +67,11 @@ class Graph {
       "data-tip": `${block.title}\n${count}\n${describeCost(cost)}`,
     },
       svg("rect", { x: 1, y: 1, width: width - 2, height: HEADER - 2, rx: 7 }),
-      svg("text", { x: 12, y: 20.5 }, isOpen ? "▾" : "▸"),
-      svg("text", { x: 28, y: 20.5, class: "name" }, block.title),
-      svg("text", { x: 34 + 7.2 * block.title.length, y: 20.5, class: "kind" }, clipped(block.kind, Math.floor((left - 120 - 7.2 * block.title.length) / 6))),
-      svg("text", { x: left - 10, y: 20.5, class: "value", "text-anchor": "end" }, cost.seconds === null ? formatBytes(cost.bytes) : formatSeconds(cost.seconds)),
-      svg("rect", { x: left, y: 12, width: LOAD_WIDTH, height: 8, rx: 2, class: "groove" }), segments);
+      svg("text", { x: 12, y: 18.5 }, isOpen ? "▾" : "▸"),
+      svg("text", { x: 28, y: 18.5, class: "name" }, block.title),
+      svg("text", { x: 34 + 7.2 * block.title.length, y: 18.5, class: "kind" }, clipped(block.kind, Math.floor((left - 120 - 7.2 * block.title.length) / 6))),
+      svg("text", { x: left - 10, y: 18.5, class: "value", "text-anchor": "end" }, cost.seconds === null ? formatBytes(cost.bytes) : formatSeconds(cost.seconds)),
+      svg("rect", { x: left, y: 10, width: LOAD_WIDTH, height: 8, rx: 2, class: "groove" }), segments);
   }
 
   drawOp(part, profile, cell) {
