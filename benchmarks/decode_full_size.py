@@ -23,15 +23,15 @@ from pathlib import Path
 
 import torch
 from bandwidth import Bandwidth, measure_bandwidth
+from expert_choices import mean_distinct_experts
 from full_size_model import PRECISIONS, FullSizeModel, make_programs
 from kernel_table import Kernels, profile_kernels
 from random_model import fill_states
 from results_file import append_result
-from step_bytes import StepBytes, mean_distinct_experts, step_bytes
 from torch import Tensor
 
-from qwen4exp_trt.builder.plan import DEVICES
 from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.plugins.cost import Cost, StepSize
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.decode_graphs import move_inputs
 from qwen4exp_trt.runtime.engine_core import EngineCore
@@ -39,7 +39,9 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
+from qwen4exp_trt.runtime.step_costs import step_cost
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
+from qwen4exp_trt.runtime.target_devices import DEVICES
 
 SCENARIOS = ((1, 2048), (1, 32768), (1, 200_000), (4, 2048), (4, 32768), (16, 2048), (16, 32768))
 """Sequences and context."""
@@ -145,8 +147,9 @@ class Model(FullSizeModel):
         self.core.scheduler.finish(sequence)
         return seconds[WARM_UP:], inputs
 
-    def bytes_of(self, batch: int, context: int, rows: int, distinct_experts: float) -> StepBytes:
-        return step_bytes(self.plan_request(context), batch, batch * rows, distinct_experts)
+    def cost_of(self, batch: int, context: int, rows: int, distinct_experts: float) -> Cost:
+        size = StepSize(batch, batch * rows, context, num_logits=batch * rows, distinct_experts=distinct_experts)
+        return step_cost(self.program, size)
 
     def run(self, batch: int, context: int, rows: int) -> tuple[list[float], dict[str, Tensor]]:
         return self.decode(batch, context) if rows == 1 else self.verify_drafts(context, rows)
@@ -164,7 +167,7 @@ class Model(FullSizeModel):
         kernels = profile_kernels(lambda: self.backend.run(inputs))
         moved = move_inputs(self.program.inputs, inputs, self.backend.device)
         distinct = mean_distinct_experts(self.program, moved, self.backend.states, self.backend.weights)
-        step = self.bytes_of(batch, context, rows, distinct)
+        step = self.cost_of(batch, context, rows, distinct)
         measured = Measurement(
             precision=self.precision,
             batch=batch,
@@ -172,13 +175,13 @@ class Model(FullSizeModel):
             rows=rows,
             step_ms=times[0],
             gpu_ms=times[1],
-            floor_ms=1e3 * step.total / bandwidth.copy,
-            weight_bytes=step.weights,
-            state_bytes=step.states,
+            floor_ms=1e3 * step.memory_bytes / bandwidth.copy,
+            weight_bytes=step.weight_bytes,
+            state_bytes=step.state_bytes,
             distinct_experts=distinct,
             kernels=round(kernels.all.calls),
             kernels_ms=kernels.all.runs / 1e3,
-            gb10_floor_ms=1e3 * step.total / DEVICES["sm121"].bytes_per_second,
+            gb10_floor_ms=1e3 * step.memory_bytes / DEVICES["sm121"].bytes_per_second,
         )
         return measured, kernels
 

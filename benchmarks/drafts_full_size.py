@@ -25,11 +25,10 @@ from bandwidth import Bandwidth, measure_bandwidth
 from full_size_model import PRECISIONS, FullSizeModel, make_programs
 from random_model import fill_states, random_weights
 from results_file import append_result
-from step_bytes import step_bytes
 from torch import Tensor
 
-from qwen4exp_trt.builder.plan import DEVICES, make_plan
 from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.plugins.cost import StepSize
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
@@ -41,6 +40,8 @@ from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence
 from qwen4exp_trt.runtime.state_pool import allocate_states
+from qwen4exp_trt.runtime.step_costs import step_cost
+from qwen4exp_trt.runtime.target_devices import DEVICES
 
 SCENARIOS = ((1, 2048), (1, 32768), (4, 2048), (4, 32768))
 """Sequences and context."""
@@ -125,13 +126,12 @@ class Model(FullSizeModel):
         return statistics.median(seconds[WARM_UP:])
 
     def bytes_of(self, kind: str, batch: int, context: int) -> int:
-        """Each sequence's rows choose experts of their own, as random ones do."""
-        request = self.plan_request(context)
-        config, rows = self.config, batch * (1 if kind == "plain" else NUM_DRAFTS + 1)
-        distinct = config.num_experts * (1 - (1 - config.num_experts_per_tok / config.num_experts) ** rows)
-        total = step_bytes(request, batch, rows, distinct).total
-        # The head reads its weights for each draft; with several sequences experts of all of them.
-        return total + (NUM_DRAFTS * make_plan(request).draft_token_bytes if kind == "mtp" else 0)
+        """Each row chooses experts of its own, as random ones do."""
+        rows = batch * (1 if kind == "plain" else NUM_DRAFTS + 1)
+        num_bytes = step_cost(self.program, StepSize(batch, rows, context, num_logits=rows)).memory_bytes
+        if kind == "mtp":  # the head reads its weights for each draft
+            num_bytes += NUM_DRAFTS * step_cost(self.head.program, StepSize(batch, batch, context)).memory_bytes
+        return num_bytes
 
     def measure(self, kind: str, batch: int, context: int, bandwidth: Bandwidth) -> Measurement:
         num_bytes, expected, chance = self.bytes_of(kind, batch, context), 1.0, 1.0

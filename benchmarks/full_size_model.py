@@ -5,16 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from full_size_program import choose_formats, make_program
+from full_size_program import make_program
 from random_model import random_weights
 from torch import Tensor
 
-from qwen4exp_trt.builder.plan import ActivationMemory, PlanRequest
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.plugins.compile import architecture
 from qwen4exp_trt.runtime.backend import EagerBackend
@@ -91,19 +89,6 @@ class FullSizeModel:
             None,
             prefix_cache=(lambda states: FilledCache(states, context)) if context else None,
             drafting=drafting,
-        )
-
-    def plan_request(self, context: int) -> PlanRequest:
-        """For what steps at ``context`` tokens read and write of weights and states."""
-        return PlanRequest(
-            config=self.config,
-            limits=replace(self.limits, max_seq_len=context),
-            target="sm121",
-            precision=self.precision,
-            ple=PLE,
-            has_stored_formats=True,
-            choose_formats=lambda precision, ple: choose_formats(self.config, precision, ple).formats,
-            activations=ActivationMemory(0, is_estimate=False),
         )
 
     def random_prompt(self, num_tokens: int, generator: torch.Generator) -> Tensor:

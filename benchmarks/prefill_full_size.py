@@ -23,14 +23,15 @@ import torch
 from full_size_model import PRECISIONS, FullSizeModel, make_programs
 from kernel_table import Kernels, profile_kernels
 from matmul_rate import measure_matmul_rate
-from prompt_flops import prompt_flops
 from random_model import fill_states
 from results_file import append_result
 
 from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.plugins.cost import StepSize
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
+from qwen4exp_trt.runtime.step_costs import step_cost
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
 
 PROMPTS, CHUNKS = (2048, 8192, 32_768, 131_072, 262_144), (2048, 8192)
@@ -56,7 +57,7 @@ class Measurement:
     tokens_per_second: float
     host_ms: float | None
     """Of the host for the first chunk, which finds the GPU idle; None where it waits for the token as well."""
-    flops: float
+    flops: int
     floor_ms: float
     peak_bytes: int
 
@@ -143,7 +144,7 @@ class Model(FullSizeModel):
     def _measurement(
         self, prompt: int, chunk: int, run: Run, rate: float, milliseconds: float, is_start: bool
     ) -> Measurement:
-        flops = sum(prompt_flops(self.config, prompt).values())
+        flops = step_cost(self.program, StepSize(1, prompt, 0)).flops
         return Measurement(
             precision=self.precision,
             chunk=chunk,

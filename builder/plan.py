@@ -9,6 +9,14 @@ from qwen4exp_trt.builder.weight_bytes import Component, WeightGroup, weight_gro
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.states import RINGS, draft_state_specs, resolve_kv_dtype, state_specs
 from qwen4exp_trt.passes.choose_formats import Formats
+from qwen4exp_trt.plugins.cost import (
+    StepSize,
+    completed_groups,
+    moved_kv_tokens,
+    ring_bytes,
+    selected_tokens,
+    visible_groups,
+)
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES
 from qwen4exp_trt.runtime.memory_plan import GPU_OVERHEAD_BYTES
@@ -160,8 +168,7 @@ class Plan:
 
     @property
     def token_bytes(self) -> int:
-        """What decoding one token of one sequence at the longest context moves, without drafts; the new K and V are
-        left out."""
+        """What decoding one token of one sequence at the longest context moves, without drafts."""
         weights = sum(group.read_bytes for group in self.weights if not group.component.is_of_draft_head)
         return weights + sum(use.token_bytes for use in self.states.values())
 
@@ -213,21 +220,21 @@ def _state_uses(request: PlanRequest, specs: Iterable[StateSpec]) -> dict[StateK
 
 
 def _state_use(request: PlanRequest, spec: StateSpec) -> StateUse:
-    """Of the KV cache a token reads what it selects, of index keys all."""
-    if not spec.is_paged:
-        return StateUse(spec.row_bytes, _slot_token_bytes(spec))
+    """Of the KV cache a token reads what it selects, of index keys all; no draft is open."""
     config, limits = request.config, request.limits
-    tokens = limits.max_seq_len
-    if spec.kind is StateKind.KV_CACHE and config.indexer_budget is not None:
-        assert config.indexer_compress_ratio is not None
-        tokens = min(tokens, config.indexer_budget + config.indexer_compress_ratio - 1)
-    return StateUse(limits.blocks_per_seq * spec.row_bytes, tokens * spec.row_bytes // limits.block_size)
-
-
-def _slot_token_bytes(spec: StateSpec) -> int:
-    """States are read and written; of a ring a token reads the rows before it and writes its own; no draft is open."""
-    if spec.kind in RINGS:
+    step = StepSize(num_seqs=1, num_tokens=1, context_len=limits.max_seq_len - 1)
+    ratio = config.indexer_compress_ratio or 0
+    if spec.kind is StateKind.KV_CACHE:
+        most = selected_tokens((config.indexer_budget or 0) // ratio, ratio) if ratio else None
+        moved = moved_kv_tokens(step, most) * (spec.row_bytes // limits.block_size)
+    elif spec.kind is StateKind.INDEX_K_CACHE:
+        keys = visible_groups(step, ratio) + completed_groups(step, ratio)
+        moved = keys * (spec.row_bytes // (limits.block_size // ratio))
+    elif spec.kind in RINGS:
         rows = spec.shape[1]
         assert isinstance(rows, int)
-        return spec.row_bytes // rows * (rows - DRAFT_ROWS + 1)
-    return 0 if spec.kind is StateKind.DRAFT_ROWS else 2 * spec.row_bytes
+        every = config.ngram_size if spec.kind is StateKind.PLE_CONV_STATE else 1  # a dilated convolution skips rows
+        moved = ring_bytes(step, spec.row_bytes // rows, rows, rows_read=(rows - DRAFT_ROWS) // every)
+    else:
+        moved = 0 if spec.kind is StateKind.DRAFT_ROWS else 2 * spec.row_bytes
+    return StateUse(spec.row_bytes * (limits.blocks_per_seq if spec.is_paged else 1), moved)

@@ -30,6 +30,10 @@ _IN_ONE_OP = re.compile(r"\.mlp\.(experts|shared_expert)\.")
 """The weights of which a mixture of experts takes one scale for each matrix."""
 
 
+_GAINS = re.compile(r"(hc_norm|\bnorm_(key|query|conv)|[qk]_(layer)?norm|pre_fc_norm_\w+)\.weight$")
+"""The weights that a program holds in float32, as what they are plus 1."""
+
+
 class Component(StrEnum):
     """A part of the model; its value is its name in tables."""
 
@@ -140,7 +144,7 @@ def _num_bytes(config: ModelConfig, weight: _Weight, weight_format: WeightFormat
     """Of all tensors that a program holds for the weight."""
     num_elements = math.prod(weight.shape)
     if weight_format is WeightFormat.FLOAT:
-        return num_elements * DTYPE_BYTES[activation_dtype]
+        return num_elements * DTYPE_BYTES["float32" if _GAINS.search(weight.name) else activation_dtype]
     codes = num_elements * BITS_OF_FORMAT[weight_format] / 8
     return math.ceil(codes) + _SCALE_BYTES * _num_scales(config, weight, weight_format)
 

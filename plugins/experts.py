@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, silu
 
-from qwen4exp_trt.plugins.dims import ceil_div
+from qwen4exp_trt.plugins.cost import CostCall, CostFunction, Work, expected_experts
+from qwen4exp_trt.plugins.dims import ceil_div, evaluate
 from qwen4exp_trt.plugins.moe_launch import moe_launches
 from qwen4exp_trt.plugins.number_formats import FP8_BLOCK, dequantize_fp8_blocks, dequantize_nvfp4
 from qwen4exp_trt.plugins.packed import NUM_SEQS
@@ -48,18 +49,19 @@ def moe_spec(
     cases: Sequence[Case],
 ) -> OpSpec:
     """The spec of a mixture of experts, whose ops differ by the operands of their experts alone."""
+    inputs = (
+        TensorArg("x", ("T", hidden)),
+        TensorArg("router_weight", ("E", hidden)),
+        *experts,
+        *shared_expert,
+        TensorArg("shared_expert_gate", (1, hidden)),
+        TensorArg("query_start_loc", ("BP",), "int32"),
+        NUM_SEQS,
+    )
     return OpSpec(
         name=name,
         version=1,
-        inputs=(
-            TensorArg("x", ("T", hidden)),
-            TensorArg("router_weight", ("E", hidden)),
-            *experts,
-            *shared_expert,
-            TensorArg("shared_expert_gate", (1, hidden)),
-            TensorArg("query_start_loc", ("BP",), "int32"),
-            NUM_SEQS,
-        ),
+        inputs=inputs,
         outputs=(TensorArg("out", ("T", hidden)),),
         attrs=(Attr("num_experts_per_tok", "int"), Attr("norm_topk_prob", "int")),
         body=body,
@@ -67,7 +69,27 @@ def moe_spec(
         cases=tuple(cases),
         tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-3},
         launches=moe_launches,
+        cost=_cost_of(inputs, experts),
     )
+
+
+def _cost_of(inputs: Sequence[TensorArg], experts: Sequence[TensorArg]) -> CostFunction:
+    """Of the experts' operands those are read that the tokens are routed to, each once."""
+    columns = {arg.name: arg.dims[-1] for arg in inputs}
+
+    def cost(call: CostCall) -> Work:
+        num_experts, choices, tokens = call.dims["E"], call.attrs["num_experts_per_tok"], call.dims["T"]
+        distinct = call.size.distinct_experts
+        if distinct is None:
+            distinct = expected_experts(num_experts, choices, tokens)
+        moved = {arg.name: round(call.num_bytes[arg.name] * distinct / num_experts) for arg in experts}
+        hidden, inner, shared_inner = (
+            evaluate(columns[name], call.dims) for name in ("x", "down_proj", "shared_down_proj")
+        )
+        products = num_experts + 3 * choices * inner + 3 * shared_inner + 1  # router, experts, shared expert, its gate
+        return Work(2 * tokens * hidden * products, moved)
+
+    return cost
 
 
 def route(x: Tensor, router_weight: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.cost import CostCall, CostFunction, StepSize, Work, moves_operands
 from qwen4exp_trt.plugins.dims import Dim, evaluate, is_name, names_in
 from qwen4exp_trt.plugins.kernels import MIN_CAPABILITY, Call, Launcher, Plan, TensorRef, make_plan
 
@@ -83,7 +85,7 @@ class OpSpec:
 
     ``body`` is the CPU implementation and ``reference`` the slow float32 oracle; both take the operands and
     attributes by position in the order of ``inputs`` then ``attrs`` and return the outputs (one tensor or a tuple).
-    ``launches`` is the launcher of its CUDA kernels (`plugins.kernels`).
+    ``launches`` is the launcher of its CUDA kernels (`plugins.kernels`), ``cost`` what a call has to move and multiply.
     An ``is_native`` op is no plugin: the builder lowers it to ops that TensorRT has itself.
     ``tolerance`` maps an activation dtype to the bound on RMS(reference - got) / RMS(reference) of each output and
     state; integer outputs are always compared exactly.
@@ -99,6 +101,7 @@ class OpSpec:
     cases: tuple[Case, ...]
     tolerance: Mapping[torch.dtype, float]
     launches: Launcher | None = None
+    cost: CostFunction = moves_operands
     is_native: bool = False
 
     @property
@@ -219,6 +222,17 @@ class OpSpec:
         operands |= {arg.name: (shape, dtype) for arg, shape, dtype in results}
         tensors = {name: TensorRef(name, tuple(shape), dtype) for name, (shape, dtype) in operands.items()}
         return make_plan(self.launches, Call(tensors, bound, attrs, num_sms, capability))
+
+    def work(self, tensors: Mapping[str, Tensor], attrs: Mapping[str, Any], size: StepSize) -> Work:
+        """What a call has to move and multiply in a step of ``size``: ``moved`` has all operands and outputs."""
+        bound = self.bind_tensors(tensors, attrs)
+        whole = {arg.name: tensors[arg.name].nbytes for arg in self.inputs}
+        dtypes = self.output_dtypes([tensors[arg.name].dtype for arg in self.inputs], attrs)
+        for arg, shape, dtype in zip(self.outputs, self.output_shapes(bound), dtypes, strict=True):
+            whole[arg.name] = math.prod(shape) * dtype.itemsize
+        work = self.cost(CostCall(size, bound, attrs, whole))
+        mutated = {arg.name: 2 * whole[arg.name] for arg in self.states}
+        return Work(work.flops, whole | mutated | dict(work.moved))
 
     def validate(self) -> None:
         """Programmer's check of the spec itself, run when it is registered."""

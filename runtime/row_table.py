@@ -46,14 +46,15 @@ class RowTable:
         self._ends = np.array(list(accumulate(shapes.shape(part)[0] for part in parts)))
         self._forms: list[_Form] = []
         places: list[tuple[int, int]] = []
-        by_template: dict[WeightRecipe, _Form] = {}
+        forms: dict[tuple[WeightRecipe, tuple[torch.dtype, ...]], _Form] = {}
         for part in parts:
             leaves: list[str] = []
             template = _template(part, leaves, shapes)
-            if template not in by_template:
-                by_template[template] = _Form(template)
-                self._forms.append(by_template[template])
-            form = by_template[template]
+            key = template, tuple(shapes.dtype(Source(name)) for name in leaves)
+            if key not in forms:
+                forms[key] = _Form(template)
+                self._forms.append(forms[key])
+            form = forms[key]
             places.append((self._forms.index(form), len(form.leaves)))
             form.leaves.append(leaves)
         self._form_of, self._index_of = np.array(places).T

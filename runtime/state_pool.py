@@ -1,4 +1,4 @@
-"""All states of a model as one: pages and slots are read, written and copied in every state or in none."""
+"""All states of a model as one: pages and slots are copied, slots read and written, in every state or in none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 Rows = Mapping[str, Tensor]
-"""What one page or one slot holds, by the names of the states: tensors ``spec.shape[1:]``."""
+"""What one slot holds, by the names of the states: tensors ``spec.shape[1:]``."""
 
 
 class StatePool(Mapping[str, Tensor]):
@@ -57,17 +57,9 @@ class StatePool(Mapping[str, Tensor]):
         """Slot ``target`` becomes a copy of slot ``source``."""
         _copy(self._slots, source, target)
 
-    def read_page(self, block: int) -> dict[str, Tensor]:
-        """A copy of a page, each state on its own device."""
-        return _read(self._pages, block)
-
     def read_slot(self, slot: int) -> dict[str, Tensor]:
         """A copy of a slot, each state on its own device."""
         return _read(self._slots, slot)
-
-    def write_page(self, block: int, rows: Rows) -> None:
-        """Page ``block`` becomes ``rows``, which may be on another device."""
-        _write(self._pages, block, rows)
 
     def write_slot(self, slot: int, rows: Rows) -> None:
         """Slot ``slot`` becomes ``rows``, which may be on another device."""

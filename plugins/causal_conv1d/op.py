@@ -9,6 +9,7 @@ from torch.nn.functional import silu
 from qwen4exp_trt.plugins.causal_conv1d.cases import CASES
 from qwen4exp_trt.plugins.causal_conv1d.launch import launches
 from qwen4exp_trt.plugins.causal_conv1d.reference import reference
+from qwen4exp_trt.plugins.cost import CostCall, Work, ring_bytes
 from qwen4exp_trt.plugins.numerics import dilated_causal_conv
 from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
 from qwen4exp_trt.plugins.spec import OpSpec, TensorArg
@@ -31,6 +32,12 @@ def body(
     return batch.unpad(silu(dilated_causal_conv(extended, weight, dilation=1)).to(x.dtype))
 
 
+def cost(call: CostCall) -> Work:
+    dims, state_bytes = call.dims, call.num_bytes["conv_state"]
+    state = ring_bytes(call.size, state_bytes // (dims["S"] * dims["RS"]), dims["RS"], rows_read=dims["KW"] - 1)
+    return Work(moved={"x": call.num_bytes["x"] * dims["C"] // dims["N"], "conv_state": state})
+
+
 SPEC = OpSpec(
     name="causal_conv1d",
     version=1,
@@ -49,5 +56,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-6, torch.bfloat16: 3e-3},
 )

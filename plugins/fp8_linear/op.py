@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.dims import ceil_div
 from qwen4exp_trt.plugins.fp8_linear.cases import CASES
 from qwen4exp_trt.plugins.fp8_linear.launch import launches
@@ -15,6 +16,10 @@ from qwen4exp_trt.plugins.spec import OpSpec, TensorArg
 
 def body(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     return (x.float() @ dequantize_fp8_blocks(weight, scales).T).to(x.dtype)
+
+
+def cost(call: CostCall) -> Work:
+    return Work(2 * call.dims["T"] * call.dims["N"] * call.dims["K"])
 
 
 SPEC = OpSpec(
@@ -31,5 +36,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
 )

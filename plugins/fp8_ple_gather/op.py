@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.fp8_ple_gather.cases import CASES
 from qwen4exp_trt.plugins.fp8_ple_gather.launch import launches
 from qwen4exp_trt.plugins.fp8_ple_gather.reference import reference
@@ -15,6 +16,13 @@ from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 def body(rows: Tensor, table: Tensor, scales: Tensor, dtype: str) -> Tensor:
     values = float_from_e4m3(table[rows]) * scales_of_rows(scales, rows, len(table)).unsqueeze(-1)
     return values.flatten(1).to(getattr(torch, dtype))
+
+
+def cost(call: CostCall) -> Work:
+    """A row of the table, and the scale of its shard, for each id."""
+    ids = call.dims["T"] * call.dims["P"]
+    scales = call.num_bytes["scales"] // call.dims["S"] * min(call.dims["S"], ids)
+    return Work(moved={"table": call.num_bytes["table"] // call.dims["R"] * ids, "scales": scales})
 
 
 SPEC = OpSpec(
@@ -31,5 +39,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 0.0, torch.bfloat16: 2.0**-8},  # one rounding
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from qwen4exp_trt.errors import PluginError
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.gated_delta_rule.cases import CASES
 from qwen4exp_trt.plugins.gated_delta_rule.launch import launches
 from qwen4exp_trt.plugins.gated_delta_rule.reference import reference
@@ -127,6 +128,29 @@ def store_lens(committed_len: Tensor, slots: Tensor, context_lens: Tensor, held:
     committed_len[slots] = old
 
 
+FLOPS_OF_STATE = 6
+"""For an element of a head's state and a token: what the state holds of k, the update by it, and what it gives for q;
+a product and a sum each. Chunked forms of the rule take more."""
+
+
+def cost(call: CostCall) -> Work:
+    """States are read, but for a first step, and written. A step of few rows keeps all but the first as drafts; no
+    drafts of the step before are open."""
+    dims, size = call.dims, call.size
+    slot_bytes = {arg: call.num_bytes[arg] // dims["S"] for arg in ("recurrent_state", "draft_rows", "committed_len")}
+    drafts = size.new_tokens - 1 if size.new_tokens <= dims["R"] // 2 else 0
+    values = dims["HV"] * dims["V"]
+    return Work(
+        FLOPS_OF_STATE * dims["T"] * values * dims["K"],
+        {
+            "qkvz": call.num_bytes["qkvz"] * values // (2 * dims["num_k_heads"] * dims["K"] + 2 * values),
+            "recurrent_state": size.num_seqs * slot_bytes["recurrent_state"] * (2 if size.context_len else 1),
+            "draft_rows": size.num_seqs * slot_bytes["draft_rows"] // dims["R"] * drafts,
+            "committed_len": size.num_seqs * slot_bytes["committed_len"] * 2,
+        },
+    )
+
+
 SPEC = OpSpec(
     name="gated_delta_rule",
     version=1,
@@ -151,5 +175,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
 )

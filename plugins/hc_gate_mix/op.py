@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.hc_gate_mix.cases import CASES
 from qwen4exp_trt.plugins.hc_gate_mix.launch import launches
 from qwen4exp_trt.plugins.hc_gate_mix.reference import reference
@@ -15,6 +16,10 @@ from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg
 
 def body(lowrank: Tensor, up_weight: Tensor, normed: Tensor, hc_count: int) -> Tensor:
     return mix(linear(lowrank, up_weight), normed, hc_count)
+
+
+def cost(call: CostCall) -> Work:
+    return Work(2 * call.dims["T"] * call.dims["W"] * call.dims["LR"])
 
 
 SPEC = OpSpec(
@@ -27,5 +32,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-6, torch.bfloat16: 5e-3},
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.hc_project.cases import CASES
 from qwen4exp_trt.plugins.hc_project.launch import launches
 from qwen4exp_trt.plugins.hc_project.reference import reference
@@ -18,6 +19,10 @@ def body(normed: Tensor, weight: Tensor, hc_count: int) -> tuple[Tensor, Tensor]
     return silu(lowrank).to(normed.dtype), (2 * torch.sigmoid(inject)).to(normed.dtype)
 
 
+def cost(call: CostCall) -> Work:
+    return Work(2 * call.dims["T"] * call.dims["N"] * call.dims["W"])
+
+
 SPEC = OpSpec(
     name="hc_project",
     version=1,
@@ -28,5 +33,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.hc_combine_norm.op import body as combine_norm
 from qwen4exp_trt.plugins.hc_gate_mix.op import body as gate_mix
 from qwen4exp_trt.plugins.hc_project.op import body as project
@@ -21,6 +22,11 @@ def body(
     combined, normed = combine_norm(stack, y, inject, gain, eps)
     lowrank, next_inject = project(normed, weight, hc_count)
     return combined, gate_mix(lowrank, up_weight, normed, hc_count), next_inject
+
+
+def cost(call: CostCall) -> Work:
+    tokens, streams, hidden, rank = (call.dims[name] for name in ("T", "HC", "H", "LR"))
+    return Work(2 * tokens * streams * hidden * (rank + streams + rank))
 
 
 SPEC = OpSpec(
@@ -44,5 +50,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3},
 )

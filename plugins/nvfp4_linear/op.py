@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.number_formats import dequantize_nvfp4
 from qwen4exp_trt.plugins.nvfp4_linear.cases import CASES
 from qwen4exp_trt.plugins.nvfp4_linear.launch import launches
@@ -14,6 +15,10 @@ from qwen4exp_trt.plugins.spec import OpSpec, TensorArg
 
 def body(x: Tensor, weight: Tensor, block_scales: Tensor, row_scales: Tensor) -> Tensor:
     return (x.float() @ dequantize_nvfp4(weight, block_scales, row_scales).T).to(x.dtype)
+
+
+def cost(call: CostCall) -> Work:
+    return Work(2 * call.dims["T"] * call.dims["N"] * 16 * call.dims["KB"])
 
 
 SPEC = OpSpec(
@@ -31,5 +36,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
 )

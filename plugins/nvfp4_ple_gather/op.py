@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.number_formats import dequantize_nvfp4, scales_of_rows
 from qwen4exp_trt.plugins.nvfp4_ple_gather.cases import CASES
 from qwen4exp_trt.plugins.nvfp4_ple_gather.launch import launches
@@ -16,6 +17,13 @@ def body(rows: Tensor, table: Tensor, block_scales: Tensor, scales: Tensor, dtyp
     packed = table.view(torch.uint8)[rows]
     values = dequantize_nvfp4(packed, block_scales[rows], scales_of_rows(scales, rows, len(table)))
     return values.flatten(1).to(getattr(torch, dtype))
+
+
+def cost(call: CostCall) -> Work:
+    """A row of the table, and the scale of its shard, for each id."""
+    ids = call.dims["T"] * call.dims["P"]
+    rows = {name: call.num_bytes[name] // call.dims["R"] * ids for name in ("table", "block_scales")}
+    return Work(moved=rows | {"scales": call.num_bytes["scales"] // call.dims["S"] * min(call.dims["S"], ids)})
 
 
 SPEC = OpSpec(
@@ -33,5 +41,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 0.0, torch.bfloat16: 2.0**-8},  # one rounding
 )

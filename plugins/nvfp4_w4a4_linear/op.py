@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.number_formats import dequantize_nvfp4, quantize_nvfp4_activations
 from qwen4exp_trt.plugins.nvfp4_w4a4_linear.cases import CASES
 from qwen4exp_trt.plugins.nvfp4_w4a4_linear.launch import launches
@@ -17,6 +18,10 @@ def body(x: Tensor, weight: Tensor, block_scales: Tensor, alpha: Tensor, input_s
     one = torch.ones((), device=x.device)
     values = dequantize_nvfp4(*quantize_nvfp4_activations(x, input_scale), one)
     return (linear(values, dequantize_nvfp4(weight, block_scales, one)) * alpha).to(x.dtype)
+
+
+def cost(call: CostCall) -> Work:
+    return Work(2 * call.dims["T"] * call.dims["N"] * 16 * call.dims["KB"])
 
 
 SPEC = OpSpec(
@@ -34,6 +39,7 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 3e-3},
     is_native=True,
 )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from qwen4exp_trt.plugins.cost import CostCall, Work, ring_bytes
 from qwen4exp_trt.plugins.numerics import dilated_causal_conv, grouped_rms_norm
 from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
 from qwen4exp_trt.plugins.ple_conv.cases import CASES
@@ -51,6 +52,14 @@ def body(
     return (stack.float() + gated + convolved).to(stack.dtype)
 
 
+def cost(call: CostCall) -> Work:
+    """Of the rows before the step one token reads every ``dilation``-th."""
+    dims, state_bytes = call.dims, call.num_bytes["ple_conv_state"]
+    rows_read = (dims["KW"] - 1) * min(call.size.new_tokens, dims["dilation"])
+    state = ring_bytes(call.size, state_bytes // (dims["S"] * dims["RC"]), dims["RC"], rows_read)
+    return Work(moved={"ple_conv_state": state})
+
+
 SPEC = OpSpec(
     name="ple_conv",
     version=1,
@@ -74,5 +83,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 5e-3},
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work
 from qwen4exp_trt.plugins.ple_gather.cases import CASES
 from qwen4exp_trt.plugins.ple_gather.launch import launches
 from qwen4exp_trt.plugins.ple_gather.reference import reference
@@ -13,6 +14,11 @@ from qwen4exp_trt.plugins.spec import OpSpec, TensorArg
 
 def body(rows: Tensor, table: Tensor) -> Tensor:
     return table[rows].flatten(1)
+
+
+def cost(call: CostCall) -> Work:
+    """A row of the table for each id."""
+    return Work(moved={"table": call.num_bytes["table"] // call.dims["R"] * call.dims["T"] * call.dims["P"]})
 
 
 SPEC = OpSpec(
@@ -25,5 +31,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
 )

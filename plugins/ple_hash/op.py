@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work, ring_bytes
 from qwen4exp_trt.plugins.packed import NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
 from qwen4exp_trt.plugins.ple_hash.cases import CASES
 from qwen4exp_trt.plugins.ple_hash.launch import launches
@@ -44,6 +45,12 @@ def body(
     return rows
 
 
+def cost(call: CostCall) -> Work:
+    dims, state_bytes = call.dims, call.num_bytes["ngram_ids"]
+    state = ring_bytes(call.size, state_bytes // (dims["S"] * dims["RI"]), dims["RI"], rows_read=dims["NG"] - 1)
+    return Work(moved={"ngram_ids": state})
+
+
 SPEC = OpSpec(
     name="ple_hash",
     version=1,
@@ -64,5 +71,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={},
 )

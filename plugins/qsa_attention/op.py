@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work, attended_tokens, moved_kv_tokens, selected_tokens
 from qwen4exp_trt.plugins.number_formats import e4m3_from_float, float_from_e4m3
 from qwen4exp_trt.plugins.numerics import gather_pages, rms_norm, rotary_angles, rotate
 from qwen4exp_trt.plugins.packed import BLOCK_TABLE, NUM_SEQS, QUERY_START_LOC, SEQ_LENS, PackedBatch
@@ -114,6 +115,14 @@ def _attend_padded(
     return torch.cat(tiles, 1)
 
 
+def cost(call: CostCall) -> Work:
+    dims, size, ratio = call.dims, call.size, call.attrs["compress_ratio"]
+    most = selected_tokens(dims["G"], ratio)
+    token_bytes = call.num_bytes["kv_cache"] // (dims["NB"] * dims["P"])
+    flops = 4 * size.num_seqs * attended_tokens(size, most) * dims["num_heads"] * dims["D"]
+    return Work(flops, {"kv_cache": token_bytes * moved_kv_tokens(size, most)})
+
+
 SPEC = OpSpec(
     name="qsa_attention",
     version=1,
@@ -141,5 +150,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 8e-3},
 )

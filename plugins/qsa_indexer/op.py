@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work, completed_groups, ring_bytes
 from qwen4exp_trt.plugins.numerics import rms_norm, rotary_angles, rotate
 from qwen4exp_trt.plugins.packed import BLOCK_TABLE, NUM_SEQS, QUERY_START_LOC, SEQ_LENS, SLOT_IDS, PackedBatch
 from qwen4exp_trt.plugins.qsa_indexer.cases import CASES
@@ -65,6 +66,17 @@ def body(
     return rotate(heads, angles[:, None]).flatten(1).to(index_qk.dtype)
 
 
+def cost(call: CostCall) -> Work:
+    """A key is written for each group that the step completes; rings hold the raw keys of the open one."""
+    dims, size, ratio = call.dims, call.size, call.attrs["compress_ratio"]
+    rings = {
+        ring: ring_bytes(size, call.num_bytes[ring] // (dims["S"] * dims["RS"]), dims["RS"], rows_read=ratio - 1)
+        for ring in ("index_k_ring", "index_position_ring")
+    }
+    key_bytes = call.num_bytes["index_k_cache"] // (dims["NB"] * dims["G"])
+    return Work(moved=rings | {"index_k_cache": key_bytes * completed_groups(size, ratio)})
+
+
 SPEC = OpSpec(
     name="qsa_indexer",
     version=1,
@@ -89,5 +101,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 1e-5, torch.bfloat16: 6e-3},
 )

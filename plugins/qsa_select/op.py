@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import CostCall, Work, sum_of_groups, visible_groups
 from qwen4exp_trt.plugins.numerics import gather_pages
 from qwen4exp_trt.plugins.packed import BLOCK_TABLE, NUM_SEQS, QUERY_START_LOC, SEQ_LENS, PackedBatch
 from qwen4exp_trt.plugins.qsa_select.cases import CASES
@@ -46,6 +47,19 @@ def body(
     return batch.unpad(select_top_groups(scores, visible, budget // compress_ratio))
 
 
+def cost(call: CostCall) -> Work:
+    """All keys of each sequence. A row within the budget selects every group without a score."""
+    dims, size = call.dims, call.size
+    ratio, budget = call.attrs["compress_ratio"], call.attrs["budget"]
+    key_bytes = call.num_bytes["index_k_cache"] // (dims["NB"] * dims["G"])
+    first = max(size.context_len, min(budget, size.seq_len))
+    scored = sum_of_groups(size.seq_len, ratio) - sum_of_groups(first, ratio)
+    return Work(
+        2 * size.num_seqs * scored * dims["N"],
+        {"index_k_cache": key_bytes * size.num_seqs * visible_groups(size, ratio)},
+    )
+
+
 SPEC = OpSpec(
     name="qsa_select",
     version=1,
@@ -63,5 +77,6 @@ SPEC = OpSpec(
     reference=reference,
     cases=CASES,
     launches=launches,
+    cost=cost,
     tolerance={torch.float32: 0.0, torch.bfloat16: 0.0},
 )

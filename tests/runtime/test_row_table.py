@@ -19,9 +19,10 @@ from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.materialize import materialize
 from qwen4exp_trt.runtime.recipe_rows import NotByRows
 from qwen4exp_trt.runtime.row_table import RowTable
-from qwen4exp_trt.runtime.specs import WeightRecipe
+from qwen4exp_trt.runtime.specs import Source, WeightRecipe
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensor_source import FunctionSource
+from qwen4exp_trt.runtime.weights import transform
 
 
 @settings(max_examples=200, deadline=None)
@@ -36,6 +37,14 @@ def test_rows_are_those_of_the_whole(drawn: tuple[WeightRecipe, RandomRecipes]) 
         return
     rows = torch.randint(len(whole), (40,), generator=torch.Generator().manual_seed(0))
     assert torch.equal(bits(table.read(rows.numpy())), bits(whole[rows]))
+
+
+def test_shards_of_other_dtypes_are_read_as_what_they_are() -> None:
+    """Also those of one size, and that are made alike: both are cast to float32."""
+    tensors = {str(dtype): torch.randn(3, 16).to(dtype) for dtype in (torch.bfloat16, torch.float16)}
+    recipe = transform("concat", *map(Source, tensors), dim=0)
+    table = RowTable(recipe, FunctionSource(tensors.__getitem__))
+    assert torch.equal(table.read(np.arange(6)), torch.cat(list(tensors.values())))
 
 
 @pytest.mark.parametrize("release", RELEASES)

@@ -55,14 +55,11 @@ def test_a_copy_reaches_every_state_of_its_kind_and_nothing_else() -> None:
 
 def test_what_was_read_can_be_written_elsewhere_after_its_place_has_changed() -> None:
     pool, before = make_pool(), clones(make_pool())
-    page, slot = pool.read_page(2), pool.read_slot(1)
+    slot = pool.read_slot(1)
     for tensor in pool.values():
         tensor.zero_()
-    pool.write_page(0, page)
     pool.write_slot(2, slot)
     expected = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
-    for name in page:
-        expected[name][0] = before[name][2]
     for name in slot:
         expected[name][2] = before[name][1]
     assert_states(pool, expected)
@@ -79,13 +76,11 @@ def with_row(rows: dict[str, Tensor], name: str, row: Tensor) -> dict[str, Tenso
         lambda pool: pool.copy_page(-1, 0),
         lambda pool: pool.copy_slot(0, SLOTS),
         lambda pool: pool.copy_slot(-1, 0),
-        lambda pool: pool.read_page(BLOCKS),
         lambda pool: pool.read_slot(SLOTS),
-        lambda pool: pool.write_page(BLOCKS, pool.read_page(0)),
         lambda pool: pool.write_slot(-1, pool.read_slot(0)),
-        lambda pool: pool.write_page(1, with_row(pool.read_page(0), "keys", torch.zeros(4, dtype=torch.bfloat16))),
-        lambda pool: pool.write_page(1, with_row(pool.read_page(0), "keys", torch.zeros(5))),
-        lambda pool: pool.write_page(1, with_row(pool.read_page(0), "ring", torch.zeros(2))),
+        lambda pool: pool.write_slot(1, with_row(pool.read_slot(0), "ring", torch.zeros(3))),
+        lambda pool: pool.write_slot(1, with_row(pool.read_slot(0), "len", torch.zeros(2))),
+        lambda pool: pool.write_slot(1, with_row(pool.read_slot(0), "kv", torch.zeros(2, 3))),
         lambda pool: pool.write_slot(1, {"ring": torch.zeros(2)}),
     ],
 )
