@@ -14,12 +14,12 @@ _SCRIPTS = ("dom.js", "model.js", "layout.js", "graph.js", "bars.js", "panel.js"
 """In this order they are one script."""
 
 
-def inspection_page(document: Mapping[str, Any], title: str) -> str:
-    """HTML that shows the document of ``--json``."""
+def inspection_page(document: Mapping[str, Any]) -> str:
+    """HTML that shows a document of ``--json``."""
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
     # Inside a script element only "<" can begin something that ends it.
     parts = {
-        "title": html.escape(title),
+        "title": html.escape(f"{document['bundle']} - qwen4exp-inspect"),
         "css": _read("page.css"),
         "document": text.replace("<", "\\u003c"),
         "script": "\n".join(_read(name) for name in _SCRIPTS),

@@ -7,14 +7,12 @@ const MEASURES = {
 };
 
 function drawTotals(root, model, part, profile) {
-  const total = part.readCosts(part.totals)[profile], step = model.data.profiles.find((each) => each.name === profile).step;
+  const total = part.totals[profile], { step } = model.data.profiles[profile], { target } = model.data;
   const isTimed = total.seconds !== null;
-  const device = model.data.device;
   const tile = (title, value, tip) => html("div", { class: "tile", "data-tip": tip }, html("span", {}, title), html("b", {}, value));
-  const plugins = part.ops.filter((op) => op.isPlugin).length;
   replace(root,
     html("p", { class: "step", id: "step-time" },
-      isTimed ? `Roofline of a ${profile} step on a ${device.name}, at least` : `A ${profile} step`,
+      isTimed ? `Roofline of a ${profile} step on a ${target.name ?? target.architecture}, at least` : `A ${profile} step`,
       html("strong", {}, isTimed ? formatSeconds(total.seconds) : formatBytes(total.bytes)),
       describeStep(step)),
     html("div", { class: "tiles" },
@@ -22,8 +20,8 @@ function drawTotals(root, model, part, profile) {
       tile("States moved", formatBytes(total.state_bytes), `${formatCount(total.state_bytes)} bytes a step, read and written`),
       tile("FLOPs", formatFlops(total.flops), `${formatCount(total.flops)} floating-point operations of products a step`),
       tile("Activations", formatBytes(total.activation_bytes), `${formatCount(total.activation_bytes)} bytes between ops, which caches may hold: not in the roofline`),
-      tile("Ops", `${formatCount(part.ops.length)}`, `${plugins} plugins, ${part.ops.length - plugins} native`),
-      tile("Engine layers", part.layers.length ? formatCount(part.layers.filter((layer) => layer.profile === profile).length) : "no engine", `in the profile ${profile}`)));
+      tile("Ops", formatCount(part.ops.length), ["plugin", "native", "view"].map((kind) => `${part.ops.filter((op) => op.kind === kind).length} ${kind}`).join(", ")),
+      tile("Engine layers", part.engine ? formatCount(part.layers.filter((layer) => layer.profile === profile).length) : "no engine", `in the profile ${profile}`)));
 }
 
 function describeStep(step) {
@@ -35,7 +33,7 @@ function drawBars(root, part, profile, view, set) {
   const measures = Object.entries(MEASURES).filter(([name]) => name !== "time" || part.totals[profile].seconds !== null);
   const name = measures.some(([each]) => each === view.measure) ? view.measure : measures[0][0], measure = MEASURES[name];
   const amount = (component) => measure.of(component.costs[profile]);
-  const components = [...part.components].sort((one, other) => amount(other) - amount(one));
+  const components = part.components.filter((each) => each.num_ops > 0).sort((one, other) => amount(other) - amount(one));
   const total = components.reduce((sum, each) => sum + amount(each), 0) || 1, most = Math.max(...components.map(amount), 0) || 1;
   const tip = (each) => `${each.name}\n${describeCost(each.costs[profile])}`;
   replace(root,
@@ -56,6 +54,13 @@ function drawBars(root, part, profile, view, set) {
     }));
 }
 
-function drawFacts(root, facts) {
-  replace(root, facts.filter(([, value]) => value !== null && value !== "").flatMap(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]));
+// What the document says of the bundle as a whole.
+function drawFacts(root, { bundle, options, limits, versions, parts, warnings }) {
+  const plain = (value) => (Array.isArray(value) ? value.join(", ") : value === null ? "" : String(value));
+  const engines = parts.filter((part) => part.engine !== null).flatMap(({ name, engine }) => [
+    [`engine, ${name}`, `${formatMemory(engine.num_bytes)}, ${engine.tensorrt}`],
+    ...Object.entries(engine.activation_bytes).map(([profile, bytes]) => [`activations, ${profile}`, formatMemory(bytes)])]);
+  const facts = [["bundle", bundle], ...[options, limits].flatMap((group) => Object.entries(group)), ...engines, ...Object.entries(versions), ...warnings.map((text) => ["warning", text])];
+  const shown = facts.map(([name, value]) => [name.replaceAll("_", " "), plain(value)]).filter(([, value]) => value !== "");
+  replace(root, shown.map(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]));
 }

@@ -35,8 +35,9 @@ const formatFlops = (flops) => scaled(flops, 1000, ["", "k", "M", "G", "T", "P"]
 const formatCount = (count) => count.toLocaleString("en-US");
 
 function formatShare(share) {
+  if (share === 0) return "0%";
   if (share > 0 && share < 0.0001) return "<0.01%";
-  return `${(100 * share).toFixed(share !== 0 && share < 0.0995 ? 2 : 1)}%`;
+  return `${(100 * share).toFixed(share < 0.0995 ? 2 : 1)}%`;
 }
 
 function formatSeconds(seconds) {

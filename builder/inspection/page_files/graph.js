@@ -27,7 +27,7 @@ class Graph {
     // A graph that is a little too wide is drawn smaller.
     const height = y + LEGEND, scale = Math.max(SMALLEST_SCALE, Math.min(1, available / width));
     this.root.replaceChildren(
-      svg("svg", { class: "graph", width: width * scale, height: height * scale, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Graph of ${part.title}` },
+      svg("svg", { class: "graph", width: width * scale, height: height * scale, viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `Graph of the ${part.name}` },
         drawn, svg("g", {}, edges), headers)
     );
   }
@@ -80,7 +80,7 @@ class Graph {
     return svg("g", {
       class: classes("op", op.isPlugin ? "plugin" : "native"), "data-op": op.path, role: "button", tabindex: -1,
       "aria-label": `${op.path}, ${op.op}`, style: { "--tone": op.component.color }, onclick: choose,
-      transform: `translate(${cell.x - OP_WIDTH / 2} ${cell.y})`, "data-tip": `${op.path}\n${op.op}, ${op.isPlugin ? "plugin" : "native"}\n${describeCost(cost)}`,
+      transform: `translate(${cell.x - OP_WIDTH / 2} ${cell.y})`, "data-tip": `${op.path}\n${op.op}, ${op.kind}\n${describeCost(cost)}`,
     },
       svg("rect", { class: "box", width: OP_WIDTH, height: OP_HEIGHT, rx: 6 }),
       svg("rect", { class: "strip", width: 4, height: OP_HEIGHT - 10, x: 4, y: 5, rx: 2 }),

@@ -4,7 +4,7 @@ class Inspector {
   constructor(data) {
     this.model = readModel(data);
     this.open = new Map(this.model.parts.map((part) => [part, new Set()]));
-    this.view = { part: this.model.parts[0].name, profile: data.profiles[0].name, tab: "graph", measure: "time", component: null, selection: null, sort: {} };
+    this.view = { part: this.model.parts[0].name, profile: this.model.profiles[0], tab: "graph", measure: "time", component: null, selection: null, sort: {} };
     this.matches = new Set();
     this.graph = new Graph(find("view"), (selection) => this.set({ selection }), (block) => this.toggle(block));
     this.panel = new Panel(find("panel"), (selection) => this.set({ selection }, true), (query) => this.seek(query));
@@ -14,9 +14,9 @@ class Inspector {
 
   start() {
     const { data } = this.model;
-    find("title").textContent = data.title;
-    find("subtitle").textContent = data.subtitle;
-    drawFacts(find("facts"), data.facts);
+    find("title").textContent = data.bundle.split("/").at(-1) || data.bundle;
+    find("subtitle").textContent = describeBundle(data);
+    drawFacts(find("facts"), data);
     this.readHash();
     addEventListener("hashchange", () => this.readHash());
     addEventListener("resize", () => this.view.tab === "graph" && this.drawView());
@@ -44,7 +44,7 @@ class Inspector {
     if (selection?.kind === "op") return this.part.opOf.get(selection.name).block;
     if (selection?.kind !== "state") return null;
     const state = this.part.states.get(selection.name);
-    return (state.writer ?? state.readers[0])?.block ?? null;
+    return state.owner?.block ?? null;
   }
 
   toggle(block, isOpen = !this.open.get(this.part).has(block)) {
@@ -74,10 +74,10 @@ class Inspector {
   draw() {
     const { model, part, view } = this;
     const set = (changes) => this.set(changes);
-    const buttons = (items, key) => (items.length < 2 ? [] : items.map(({ name, title }) =>
-      html("button", { [`data-${key}`]: name, "aria-pressed": String(view[key] === name), onclick: () => set({ [key]: name }) }, title)));
-    find("parts").replaceChildren(...buttons(model.parts, "part"));
-    find("profiles").replaceChildren(...buttons(model.data.profiles.map(({ name }) => ({ name, title: name[0].toUpperCase() + name.slice(1) })), "profile"));
+    const buttons = (names, key) => (names.length < 2 ? [] : names.map((name) =>
+      html("button", { [`data-${key}`]: name, "aria-pressed": String(view[key] === name), onclick: () => set({ [key]: name }) }, name[0].toUpperCase() + name.slice(1))));
+    replace(find("parts"), buttons(model.parts.map(({ name }) => name), "part"));
+    replace(find("profiles"), buttons(model.profiles, "profile"));
     drawTotals(find("totals"), model, part, view.profile);
     drawBars(find("bars"), part, view.profile, view, set);
     const tabs = { graph: "Graph", ...Object.fromEntries(Object.entries(TABLES).map(([name, table]) => [name, table.title])) };
@@ -112,7 +112,7 @@ class Inspector {
     op?.outputs.forEach((value) => near.add(value.name));
     for (const kind of ["op", "state"]) {
       for (const node of find("view").querySelectorAll(`.${kind}`)) {
-        const name = node.dataset[kind], of = kind === "op" ? part.opOf.get(name) : part.states.get(name).writer ?? part.states.get(name).readers[0];
+        const name = node.dataset[kind], of = kind === "op" ? part.opOf.get(name) : part.states.get(name).owner;
         const isNear = kind === "op" && selection?.kind === "input" && part.values.get(selection.name).consumers.includes(of);
         node.classList.toggle("selected", isSelected(kind, name) || isNear);
         node.classList.toggle("match", matches.has(`${kind} ${name}`));
@@ -180,6 +180,12 @@ class Inspector {
     if (said.get("q")) this.search.set(said.get("q"));
     this.set({ component: known("component", part.components.map(({ name }) => name), null), selection }, selection !== null);
   }
+}
+
+function describeBundle({ options, target, parts }) {
+  const layers = new Set(parts[0].ops.map((op) => op.layer).filter((layer) => layer !== null)).size;
+  const device = target === null ? "without an engine" : `for ${target.architecture}${target.name ? ` (${target.name})` : ""}`;
+  return [`${layers} layers`, options.precision && `precision ${options.precision}`, device].filter(Boolean).join(", ");
 }
 
 // Shows `data-tip` of what is under the mouse.

@@ -8,58 +8,65 @@ function readModel(data) {
     if (!components.has(name)) components.set(name, { name, color: `var(--c${components.size % NUM_COLORS})` });
     return components.get(name);
   };
-  return { data, parts: data.parts.map((part) => new Part(part, data.profiles.map((profile) => profile.name), componentOf)) };
+  data.parts.forEach((part) => part.components.forEach(({ name }) => componentOf(name)));
+  const profiles = Object.keys(data.profiles);
+  return { data, profiles, parts: data.parts.map((part) => new Part(part, profiles, componentOf)) };
+}
+
+// The extents of named dims in the step of which the costs are.
+function stepDims(step) {
+  return { T: step.num_tokens, B: step.num_seqs, B_plus_1: step.num_seqs + 1, L: step.num_seqs };
 }
 
 class Part {
   constructor(data, profiles, componentOf) {
-    Object.assign(this, { name: data.name, title: data.title, profiles, totals: data.totals, largestOp: {}, largestBlock: {} });
-    this.values = new Map([...data.inputs.map((each) => [each, true]), ...data.values.map((each) => [each, false])].map(
-      ([each, isInput]) => [each.name, { ...each, isInput, producer: null, consumers: [], isOutput: data.outputs.includes(each.name) }]));
-    this.states = new Map(data.states.map((each) => [each.name, { ...each, title: each.name.split(".").at(-1), writer: null, readers: [] }]));
-    this.weights = new Map(data.weights.map((each) => [each.name, { ...each, readers: [] }]));
-    this.layers = data.engine_layers;
+    Object.assign(this, { name: data.name, profiles, engine: data.engine, layers: data.engine?.layers ?? [], largestOp: {}, largestBlock: {} });
+    this.totals = this.readCosts(data.totals);
+    this.values = new Map(Object.entries(data.values).filter(([, { kind }]) => ["input", "result"].includes(kind)).map(([name, each]) =>
+      [name, { ...each, name, isInput: each.kind === "input", producer: null, consumers: [], isOutput: data.outputs.includes(name) }]));
+    this.states = new Map(data.states.map((each) => [each.name, { ...each, title: each.name.split(".").at(-1) }]));
+    this.weights = new Map(data.weights.map((each) => [each.name, { ...each }]));
     this.ops = data.ops.map((each, index) => this.readOp(each, index, componentOf));
     this.opOf = new Map(this.ops.map((op) => [op.path, op]));
-    for (const state of this.states.values()) (state.writer ?? state.readers[0])?.ownStates.push(state);
-    this.components = data.components.map((each) => ({ ...componentOf(each.name), costs: this.readCosts(each.costs) }));
+    this.joinTensors();
+    this.components = data.components.map((each) => ({ ...each, ...componentOf(each.name), costs: this.readCosts(each.costs) }));
     this.blocks = this.makeBlocks();
-    const values = [...this.values.values()].filter((value) => !value.isInput);
-    const widest = Math.max(1, ...values.map((value) => elements(value.shape)));
-    for (const value of values) value.thickness = (1 + 3.2 * Math.sqrt(elements(value.shape) / widest)).toFixed(2);
   }
 
   readOp(data, index, componentOf) {
+    const among = (tensors) => [...new Set(data.inputs)].filter((name) => tensors.has(name)).map((name) => tensors.get(name));
     const op = {
-      ...data, index, isPlugin: data.kind === "plugin", component: componentOf(data.component),
-      title: data.op.split("::").at(-1).split(".")[0], ownStates: [], costs: this.readCosts(data.costs),
-      inputs: [...new Set(data.inputs)].map((name) => this.values.get(name)).filter((value) => value && !value.isInput),
-      feeds: [...new Set(data.inputs)].map((name) => this.values.get(name)).filter((value) => value?.isInput),
+      ...data, index, isPlugin: data.kind === "plugin", component: componentOf(data.component), title: data.op.split(".").at(-1),
+      costs: this.readCosts(data.costs), ownStates: [], states: among(this.states), weights: among(this.weights),
+      inputs: among(this.values).filter((value) => !value.isInput), feeds: among(this.values).filter((value) => value.isInput),
       outputs: data.outputs.map((name) => this.values.get(name)),
-      states: [...new Set(data.states.map((each) => each.name))].map((name) => this.states.get(name)),
-      weights: data.weights.map((name) => this.weights.get(name)),
     };
     op.place = placeOf(op);
-    op.outputs.forEach((value) => (value.producer = op));
-    [...op.inputs, ...op.feeds].forEach((value) => value.consumers.push(op));
-    op.weights.forEach((weight) => weight.readers.push(op));
-    for (const { name, writes } of data.states) {
-      const state = this.states.get(name);
-      if (writes) state.writer = op;
-      else if (!state.readers.includes(op)) state.readers.push(op);
-    }
     for (const profile of this.profiles) this.largestOp[profile] = Math.max(this.largestOp[profile] ?? 0, op.costs[profile].weight);
     return op;
   }
 
-  // Figures by profile. `weight` is what bars compare: seconds, or bytes where no roofline is known.
+  joinTensors() {
+    for (const op of this.ops) {
+      op.outputs.forEach((value) => (value.producer = op));
+      [...op.inputs, ...op.feeds].forEach((value) => value.consumers.push(op));
+    }
+    for (const state of this.states.values()) {
+      state.writer = this.opOf.get(state.updated_by) ?? null;
+      state.readers = state.read_by.map((path) => this.opOf.get(path)).filter((op) => op && op !== state.writer);
+      state.owner = state.writer ?? state.readers[0] ?? null;
+      state.owner?.ownStates.push(state);
+    }
+    for (const weight of this.weights.values()) weight.readers = weight.read_by.map((path) => this.opOf.get(path)).filter(Boolean);
+    const results = [...this.values.values()].filter((value) => !value.isInput);
+    const widest = Math.max(1, ...results.map((value) => elements(value.shape)));
+    for (const value of results) value.thickness = (1 + 3.2 * Math.sqrt(elements(value.shape) / widest)).toFixed(2);
+  }
+
+  // By profile. `weight` is what bars compare: seconds, or bytes where the target is not known.
   readCosts(costs) {
-    return Object.fromEntries(this.profiles.map((profile) => {
-      const cost = costs[profile], total = this.totals[profile];
-      const bytes = cost.weight_bytes + cost.state_bytes;
-      const weight = cost.seconds ?? bytes, all = total.seconds ?? total.weight_bytes + total.state_bytes;
-      return [profile, { ...cost, bytes, weight, share: all ? weight / all : 0 }];
-    }));
+    const read = (cost) => ({ ...cost, bytes: cost.weight_bytes + cost.state_bytes, weight: cost.seconds ?? cost.weight_bytes + cost.state_bytes });
+    return Object.fromEntries(this.profiles.map((profile) => [profile, read(costs[profile])]));
   }
 
   // Neighbors of one layer, or of none, are a block.

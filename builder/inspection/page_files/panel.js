@@ -19,7 +19,7 @@ class Panel {
   draw(model, part, profile, selection) {
     const draws = { op: () => this.op(part.opOf.get(selection.name)), state: () => this.state(part.states.get(selection.name)),
       weight: () => this.weight(part.weights.get(selection.name)), input: () => this.input(part.values.get(selection.name)) };
-    Object.assign(this, { model, part, profile, dims: stepDims(model, profile) });
+    Object.assign(this, { model, part, profile, dims: stepDims(model.data.profiles[profile].step) });
     replace(this.root, selection ? draws[selection.kind]() : this.overview());
     this.root.scrollTop = 0;
   }
@@ -42,7 +42,7 @@ class Panel {
     return [
       html("h3", { id: "panel-title" }, breakable(op.path)),
       html("div", { class: "badges" }, html("span", { class: "badge mono" }, op.op),
-        html("span", { class: classes("badge", op.isPlugin && "plugin") }, op.isPlugin ? "plugin" : "native"),
+        html("span", { class: classes("badge", op.isPlugin && "plugin") }, op.kind),
         html("span", { class: "badge" }, html("i", { class: "dot", style: { background: op.component.color } }), op.component.name)),
       this.costs(op.costs),
       this.section("Outputs", op.outputs.map((value) => this.value(value, [value.consumers.length ? "to " : "", this.ops(value.consumers), value.isOutput ? " output of the program" : ""]))),
@@ -50,7 +50,7 @@ class Panel {
         ...op.feeds.map((value) => this.item(this.link("input", value.name), this.shape(value)))]),
       this.section("States", op.states.map((state) => this.item(this.link("state", state.name, state.title), state.writer === op ? "in place" : "reads", this.shape(state)))),
       this.section("Weights", op.weights.map((weight) => this.item(this.link("weight", weight.name), formatMemory(weight.num_bytes), `${weight.dtype} ${formatShape(weight.shape)}`))),
-      this.section("Attributes", Object.entries(op.attrs ?? {}).map(([name, value]) => this.item(name, html("span", { class: "mono" }, JSON.stringify(value))))),
+      this.section("ONNX nodes", op.onnx_nodes.map((node) => this.item(node.name, node.op_type))),
       this.section(`Engine layers, ${this.profile}`, this.engineLayers(op)),
     ];
   }
@@ -68,8 +68,14 @@ class Panel {
   }
 
   engineLayers(op) {
-    const layers = (op.engine_layers?.[this.profile] ?? []).map((index) => this.part.layers[index]);
-    return layers.map((layer) => this.item(layer.name, layer.type, layer.tactic ?? null));
+    const tensors = (each) => each.map(({ dtype, dims }) => `${dtype} ${formatShape(dims)}`).join(", ");
+    return (op.engine_layers[this.profile] ?? []).map((index) => this.part.layers[index]).map((layer) => {
+      const others = layer.ops.filter((path) => path !== op.path);
+      return this.item(layer.name, layer.type, layer.plugin && `plugin ${layer.plugin}`, layer.tactic && breakable(`tactic ${layer.tactic}`),
+        layer.inputs.length ? `reads ${tensors(layer.inputs)}` : null, layer.outputs.length ? `writes ${tensors(layer.outputs)}` : null,
+        others.length ? html("span", {}, "fused with ", this.ops(others.map((path) => this.part.opOf.get(path)).filter(Boolean))) : null,
+        layer.inspector && html("code", {}, JSON.stringify(layer.inspector)));
+    });
   }
 
   costs(costs) {
@@ -84,7 +90,7 @@ class Panel {
     return [
       html("h3", { id: "panel-title" }, breakable(state.name)),
       html("div", { class: "badges" }, html("span", { class: "badge" }, `state, ${state.kind}`)),
-      this.section("Tensor", [this.item("dtype", state.dtype), this.item("shape", formatShape(state.shape)), this.item("of one sequence", formatMemory(state.bytes_per_seq))]),
+      this.section("Tensor", [this.item("dtype", state.dtype), this.item("shape", formatShape(state.shape)), this.item("of one sequence", formatMemory(state.sequence_bytes)), this.item(state.is_paged ? "a page" : "a slot", formatMemory(state.row_bytes))]),
       this.section("Written by", state.writer ? [this.item(this.link("op", state.writer.path), "in place")] : []),
       this.section("Read by", state.readers.map((op) => this.item(this.link("op", op.path), ""))),
     ];
@@ -93,10 +99,11 @@ class Panel {
   weight(weight) {
     return [
       html("h3", { id: "panel-title" }, breakable(weight.name)),
-      html("div", { class: "badges" }, html("span", { class: "badge" }, "weight")),
+      html("div", { class: "badges" }, html("span", { class: "badge" }, `weight, ${weight.component}`)),
       this.section("Tensor", [this.item("dtype", weight.dtype), this.item("shape", formatShape(weight.shape)), this.item("size", formatMemory(weight.num_bytes), `${formatCount(weight.num_bytes)} bytes`)]),
       this.section("Read by", weight.readers.map((op) => this.item(this.link("op", op.path), op.op))),
-      this.section("Made from", (weight.sources ?? []).map((name) => this.item(name, ""))),
+      this.section("Made from", weight.sources.map((name) => this.item(name, ""))),
+      this.section("By", weight.transforms.map((name) => this.item(name, ""))),
     ];
   }
 
@@ -118,6 +125,7 @@ class Panel {
         html("button", { class: "link", onclick: () => this.seek(`${group.place} ${group.title}`) }, breakable(group.title)), group.ops > 1 ? ` × ${group.ops}` : ""],
         formatShare(group.share), breakable(group.place))),
       this.section("Inputs of the program", [...this.part.values.values()].filter((value) => value.isInput).map((value) => this.item(this.link("input", value.name), this.shape(value)))),
+      this.section("Formats, in the checkpoint → in the bundle", this.model.data.weight_table.map((row) => this.item(row.component, `${row.stored} → ${row.held}`, row.remark))),
       html("h2", {}, "Keys"),
       html("div", { class: "keys" }, keys.map(([key, does]) => [html("kbd", {}, key), html("span", {}, does)])),
     ];
@@ -134,9 +142,4 @@ class Panel {
     }
     return groups.values();
   }
-}
-
-// The extents of the named dims in the step whose figures are shown.
-function stepDims(model, profile) {
-  return model.data.profiles.find((each) => each.name === profile).step_dims ?? {};
 }

@@ -6,10 +6,10 @@ function searchEntries(model) {
   return model.parts.flatMap((part) => {
     const entry = (kind, name, note, more = "") => ({ part, kind, name, note, text: `${name} ${note} ${more}`.toLowerCase() });
     return [
-      ...part.ops.map((op) => entry("op", op.path, op.title, `${op.op} ${op.component.name} ${op.isPlugin ? "plugin" : "native"}`)),
+      ...part.ops.map((op) => entry("op", op.path, op.title, `${op.op} ${op.component.name} ${op.kind}`)),
       ...part.ops.flatMap((op) => op.outputs.filter((value) => value.name !== op.path).map((value) => ({ ...entry("op", value.name, "tensor"), target: op.path }))),
       ...[...part.states.values()].map((state) => entry("state", state.name, "state", state.kind)),
-      ...[...part.weights.values()].map((weight) => entry("weight", weight.name, "weight", weight.dtype)),
+      ...[...part.weights.values()].map((weight) => entry("weight", weight.name, "weight", `${weight.dtype} ${weight.component} ${weight.sources.join(" ")}`)),
       ...[...part.values.values()].filter((value) => value.isInput).map((value) => entry("input", value.name, "input")),
     ];
   });
@@ -48,7 +48,7 @@ class Search {
   row(entry, i, words) {
     const take = (event) => (event.preventDefault(), this.take(i));
     return html("li", { id: `match-${i}`, role: "option", onmousedown: take }, html("span", { class: "path" }, marked(entry.name, words)),
-      html("small", {}, entry.part.name === "model" ? marked(entry.note, words) : [`${entry.part.title}, `, marked(entry.note, words)]));
+      html("small", {}, entry.part.name === "model" ? marked(entry.note, words) : [`${entry.part.name}, `, marked(entry.note, words)]));
   }
 
   note(words) {

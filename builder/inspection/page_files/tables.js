@@ -16,29 +16,29 @@ const TABLES = {
         { title: "Op", of: (op) => op.title, draw: (op) => [html("i", { class: "dot", style: { background: op.component.color } }), op.title] },
         numeric("Share", of("share"), formatShare), numeric("Roofline", of("seconds"), formatSeconds), numeric("Weights", of("weight_bytes"), formatBytes),
         numeric("States", of("state_bytes"), formatBytes), numeric("FLOPs", of("flops"), formatFlops), numeric("Activations", of("activation_bytes"), formatBytes),
-        { title: "Kind", of: (op) => (op.isPlugin ? "plugin" : "native") },
+        { title: "Kind", of: (op) => op.kind },
         { title: "Outputs", of: (op) => op.outputs.map((value) => `${value.dtype} ${formatShape(value.shape)}`).join(", ") },
       ];
     },
   },
   states: {
     title: "States", kind: "state",
-    rows: (part) => [...part.states.values()], nameOf: (state) => state.name, componentOf: (state) => (state.writer ?? state.readers[0])?.component.name,
+    rows: (part) => [...part.states.values()], nameOf: (state) => state.name, componentOf: (state) => state.owner?.component.name,
     columns: () => [{ title: "State", of: (state) => state.name, isMono: true }, { title: "Kind", of: (state) => state.kind }, { title: "dtype", of: (state) => state.dtype },
-      { title: "Shape", of: (state) => formatShape(state.shape) }, numeric("A sequence", (state) => state.bytes_per_seq, formatMemory),
+      { title: "Shape", of: (state) => formatShape(state.shape) }, numeric("A sequence", (state) => state.sequence_bytes, formatMemory),
       { title: "Written by", of: (state) => opLink(state.writer), isMono: true }, numeric("Readers", (state) => state.readers.length, formatCount)],
   },
   weights: {
     title: "Weights", kind: "weight",
-    rows: (part) => [...part.weights.values()], nameOf: (weight) => weight.name, componentOf: (weight) => weight.readers[0]?.component.name,
+    rows: (part) => [...part.weights.values()], nameOf: (weight) => weight.name, componentOf: (weight) => weight.component,
     columns: () => [{ title: "Weight", of: (weight) => weight.name, isMono: true }, { title: "dtype", of: (weight) => weight.dtype }, { title: "Shape", of: (weight) => formatShape(weight.shape) },
       numeric("Size", (weight) => weight.num_bytes, formatMemory), { title: "Read by", of: (weight) => weight.readers.map(opLink).join(", "), isMono: true }],
   },
   engine: {
     title: "Engine", kind: "op",
-    rows: (part, profile) => part.layers.filter((layer) => layer.profile === profile), nameOf: (layer) => layer.ops?.[0] ?? null, componentOf: () => null,
-    columns: () => [{ title: "Engine layer", of: (layer) => layer.name, isMono: true }, { title: "Type", of: (layer) => layer.type },
-      { title: "Ops", of: (layer) => (layer.ops ?? []).join(", "), isMono: true }, { title: "Tactic", of: (layer) => layer.tactic ?? "", isMono: true }],
+    rows: (part, profile) => part.layers.filter((layer) => layer.profile === profile), nameOf: (layer) => layer.ops[0] ?? null, componentOf: () => null,
+    columns: () => [{ title: "Engine layer", of: (layer) => layer.name, isMono: true }, { title: "Type", of: (layer) => layer.type }, { title: "Plugin", of: (layer) => layer.plugin ?? "" },
+      { title: "Ops", of: (layer) => layer.ops.join(", "), isMono: true }, { title: "Tactic", of: (layer) => layer.tactic ?? "", isMono: true }],
   },
 };
 
