@@ -5,22 +5,22 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping
 from importlib.resources import files
-from typing import Any
+
+from qwen4exp_trt.builder.inspection.document import Inspection
 
 _FILES = files("qwen4exp_trt.builder.inspection") / "page_files"
 _SCRIPTS = ("dom.js", "model.js", "layout.js", "graph.js", "bars.js", "panel.js", "tables.js", "search.js", "main.js")
 """In this order they are one script."""
 
 
-def inspection_page(document: Mapping[str, Any]) -> str:
-    """HTML that shows a document of ``--json``."""
-    text = json.dumps(document, separators=(",", ":"), ensure_ascii=False)
-    # Inside a script element only "<" can begin something that ends it.
+def render_page(document: Inspection) -> str:
+    """HTML that shows the document, searchable, in any browser and without a network."""
+    text = json.dumps(document.to_json(), separators=(",", ":"), ensure_ascii=False)
     parts = {
-        "title": html.escape(f"{document['bundle']} - qwen4exp-inspect"),
+        "title": html.escape(f"{document.bundle} - qwen4exp-inspect"),
         "css": _read("page.css"),
+        # In a script element only "<" can begin something that ends it.
         "document": text.replace("<", "\\u003c"),
         "script": "\n".join(_read(name) for name in _SCRIPTS),
     }

@@ -41,7 +41,7 @@ function formatShare(share) {
 }
 
 function formatSeconds(seconds) {
-  if (seconds === null) return "–";
+  if (seconds === null) return "unknown";
   return seconds === 0 ? "0" : scaled(seconds * 1e9, 1000, ["ns", "µs", "ms", "s"]);
 }
 

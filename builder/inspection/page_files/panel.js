@@ -7,7 +7,7 @@ const COST_ROWS = [
   ["FLOPs", (cost) => formatFlops(cost.flops)],
   ["Roofline", (cost) => formatSeconds(cost.seconds)],
   ["Share of step", (cost) => formatShare(cost.share)],
-  ["Bound by", (cost) => cost.bound ?? "–"],
+  ["Bound by", (cost) => cost.bound],
 ];
 
 class Panel {
