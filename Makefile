@@ -1,5 +1,6 @@
 # make demo   build the bundled demo checkpoint's SM121 engine and generate text from it on the CPU
 # make test   lint, type check and the CPU test suite
+# make test-simulated   the runtime's tests again, on engines over a simulator of TensorRT's runtime
 # make gpu    the tests that need CUDA
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +13,14 @@ READY := $(VENV)/.ready
 # built for them. The files that take longest come first.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo test test-all gpu lint golden bench bench-gpu clean
+# The tests that run on engines as well, over the simulator; of these the first few in every run.
+SIMULATED_FEW := tests/runtime/test_llm.py tests/runtime/test_preemption.py tests/runtime/test_async_llm.py \
+	tests/runtime/drafts/test_engine_drafts.py tests/runtime/prefix_cache/test_llm_prefix_cache.py \
+	tests/serve/test_event_stream.py
+SIMULATED := $(SIMULATED_FEW) tests/runtime/test_*.py tests/runtime/drafts tests/runtime/prefix_cache tests/serve \
+	tests/e2e/test_demo_drafts.py tests/e2e/test_long_runs.py
+
+.PHONY: setup demo test test-all test-simulated gpu lint golden bench bench-gpu clean
 
 setup: $(READY)
 
@@ -34,9 +42,13 @@ lint: setup
 
 test: lint
 	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu" --engine simulated $(SIMULATED_FEW)
 
-test-all: lint
+test-all: lint test-simulated
 	$(PYTEST) -m "not gpu"
+
+test-simulated: setup
+	$(PYTEST) -m "not gpu" --engine simulated $(SIMULATED)
 
 gpu: setup
 	$(BIN)/python -m pytest -m gpu

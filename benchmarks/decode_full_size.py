@@ -22,17 +22,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from bandwidth import Bandwidth, measure_bandwidth
 from expert_choices import mean_distinct_experts
 from full_size_model import PRECISIONS, FullSizeModel, make_programs
 from kernel_table import Kernels, profile_kernels
-from random_model import fill_states
 from results_file import append_result
 from torch import Tensor
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.plugins.cost import Cost, StepSize
 from qwen4exp_trt.runtime.backend import EagerBackend
+from qwen4exp_trt.runtime.bench.filled_states import fill_states
+from qwen4exp_trt.runtime.bench.rates import Bandwidth, measure_bandwidth
 from qwen4exp_trt.runtime.decode_graphs import move_inputs
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.limits import EngineLimits
@@ -41,6 +41,7 @@ from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 from qwen4exp_trt.runtime.step_costs import step_cost
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
+from qwen4exp_trt.runtime.streams import CudaStream
 from qwen4exp_trt.runtime.target_devices import DEVICES
 
 SCENARIOS = ((1, 2048), (1, 32768), (1, 200_000), (4, 2048), (4, 32768), (16, 2048), (16, 32768))
@@ -109,7 +110,7 @@ class Model(FullSizeModel):
 
     def open_sequences(self, core: EngineCore, batch: int, context: int, new_tokens: int) -> list[RequestSequence]:
         """``batch`` sequences of ``context`` tokens, for which the states are filled, and ``new_tokens`` to run."""
-        fill_states(self.backend.states, self.program, context, self.config.vocab_size)
+        fill_states(self.backend.states, context, self.config.vocab_size)
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         generator = torch.Generator().manual_seed(0)
         prompts = [self.random_prompt(context + new_tokens, generator) for _ in range(batch)]
@@ -165,7 +166,7 @@ class Model(FullSizeModel):
         """With the ``times`` that `step_ms` gave."""
         _, inputs = self.run(batch, context, rows)
         kernels = profile_kernels(lambda: self.backend.run(inputs))
-        moved = move_inputs(self.program.inputs, inputs, self.backend.device)
+        moved = move_inputs(self.program.inputs, inputs, self.backend.device, CudaStream(self.backend.device))
         distinct = mean_distinct_experts(self.program, moved, self.backend.states, self.backend.weights)
         step = self.cost_of(batch, context, rows, distinct)
         measured = Measurement(

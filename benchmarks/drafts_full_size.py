@@ -21,15 +21,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from bandwidth import Bandwidth, measure_bandwidth
 from full_size_model import PRECISIONS, FullSizeModel, make_programs
-from random_model import fill_states, random_weights
 from results_file import append_result
 from torch import Tensor
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.plugins.cost import StepSize
 from qwen4exp_trt.runtime.backend import EagerBackend
+from qwen4exp_trt.runtime.bench.filled_states import fill_states
+from qwen4exp_trt.runtime.bench.random_weights import RandomWeights
+from qwen4exp_trt.runtime.bench.rates import Bandwidth, measure_bandwidth
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.mtp_proposer import MtpProposer
@@ -90,7 +91,7 @@ class Model(FullSizeModel):
     def __init__(self, config: ModelConfig, precision: str, folder: Path, head_folder: Path) -> None:
         super().__init__(config, precision, folder, LIMITS, NUM_BLOCKS)
         program, device = load_program(head_folder), self.backend.device
-        weights = {**random_weights(program, device), **self.backend.weights}
+        weights = {**RandomWeights().make_weights(program.weights, device), **self.backend.weights}
         own = {spec.name: weights[spec.name] for spec in program.weights}
         states = allocate_states(program.states, NUM_BLOCKS, LIMITS.num_slots, device)
         self.head = EagerBackend(program, states, own, LIMITS, device)
@@ -108,8 +109,7 @@ class Model(FullSizeModel):
 
     def step_seconds(self, kind: str, batch: int, context: int) -> float:
         """The median of steps of the serving loop."""
-        for program, states in ((self.program, self.backend.states), (self.head.program, self.head.states)):
-            fill_states(states, program, context, self.config.vocab_size)
+        fill_states(self.backend.states, context, self.config.vocab_size)
         core, generator = self.core_of(kind, context), torch.Generator().manual_seed(0)
         params = SamplingParams(temperature=0, max_tokens=(NUM_DRAFTS + 1) * (STEPS + 1), ignore_eos=True)
         sequences = [core.make_sequence(None, self.random_prompt(context + 1, generator), params) for _ in range(batch)]

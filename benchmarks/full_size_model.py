@@ -10,19 +10,17 @@ from pathlib import Path
 
 import torch
 from full_size_program import make_program
-from random_model import random_weights
 from torch import Tensor
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.plugins.compile import architecture
 from qwen4exp_trt.runtime.backend import EagerBackend
+from qwen4exp_trt.runtime.bench.filled_states import FilledCache
+from qwen4exp_trt.runtime.bench.random_weights import RandomWeights
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
-from qwen4exp_trt.runtime.hooks import Match, NoPrefixCache
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program_text import load_program
-from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
-from qwen4exp_trt.runtime.sequence_states import SequenceStates
 from qwen4exp_trt.runtime.state_pool import allocate_states
 
 PRECISIONS = ("nvfp4", "checkpoint")
@@ -45,21 +43,6 @@ def make_programs(config_file: Path, precisions: Sequence[str], limits: EngineLi
     return folders
 
 
-class FilledCache(NoPrefixCache):
-    """Has the states of everybody's first ``context`` tokens: whatever is in the pages."""
-
-    def __init__(self, states: SequenceStates, context: int) -> None:
-        self._states, self._context = states, context
-
-    def match(self, sequence: RequestSequence) -> Match:
-        return Match(self._context, 0)
-
-    def restore(self, sequence: RequestSequence) -> int:
-        assert self._states.reserve(sequence, self._context), "too few pages"
-        self._states.commit(sequence, self._context)
-        return self._context
-
-
 class FullSizeModel:
     """States for ``num_blocks`` pages, and random weights. ``core`` serves requests within ``limits``."""
 
@@ -70,7 +53,7 @@ class FullSizeModel:
         self.config, self.precision, self.limits, self.num_blocks = config, precision, limits, num_blocks
         self.program, device = load_program(folder), torch.device("cuda", torch.cuda.current_device())
         states = allocate_states(self.program.states, num_blocks, limits.num_slots, device)
-        weights = random_weights(self.program, device)
+        weights = RandomWeights().make_weights(self.program.weights, device)
         self.backend = EagerBackend(self.program, states, weights, limits, device)
         self.core = self.core_within(limits)
         torch.cuda.synchronize()

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from full_size_model import PRECISIONS, FullSizeModel, make_programs
 from kernel_table import Kernels, profile_kernels
-from matmul_rate import measure_matmul_rate
-from random_model import fill_states
 from results_file import append_result
 
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.plugins.cost import StepSize
+from qwen4exp_trt.runtime.bench.filled_states import fill_states
+from qwen4exp_trt.runtime.bench.rates import measure_matmul_rate
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
@@ -116,7 +116,7 @@ class Model(FullSizeModel):
 
     def chunk_kernels(self, chunk: int, context: int) -> Kernels:
         """Of a chunk behind ``context`` tokens."""
-        fill_states(self.backend.states, self.program, context, self.config.vocab_size)
+        fill_states(self.backend.states, context, self.config.vocab_size)
         ids = self.random_prompt(context + chunk, self.generator)
         sequence = self.core.make_sequence(None, ids, SamplingParams(temperature=0, max_tokens=1))
         assert self.core.scheduler.acquire_memory(sequence)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from qwen4exp_trt.runtime.bench.environment import describe_commit
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 def append_result(name: str, measured: dict[str, Any]) -> None:
     """One JSON line at the end of ``benchmarks/results/<name>.jsonl``."""
     run = {
-        "commit": _describe_commit(),
+        "commit": describe_commit(ROOT, "benchmarks/results"),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "cpus": os.cpu_count(),
         "gpu": _gpu_name(),
@@ -30,13 +31,3 @@ def append_result(name: str, measured: dict[str, Any]) -> None:
 
 def _gpu_name() -> str | None:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
-
-
-def _describe_commit() -> str:
-    """The commit, with ``-dirty`` if anything but the results differs from it."""
-    commit = _git("rev-parse", "--short", "HEAD")
-    return f"{commit}-dirty" if _git("status", "--porcelain", "--", ".", ":!benchmarks/results") else commit
-
-
-def _git(*args: str) -> str:
-    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -65,6 +65,13 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
     _add_weight_options(add)
     _add_draft_options(add)
     _add_limit_options(add)
+    add(
+        "--mark-plugin-inputs",
+        nargs="*",
+        metavar="PATTERN",
+        help="make outputs of what plugins read, all of them or those whose names match, such as 'layers.0.*', for "
+        "qwen4exp-verify to look at (default: no)",
+    )
     add("--verify", action="store_true", help="execute every pass and the ONNX on the CPU and compare (default: no)")
     add(
         "--config-only",
@@ -77,6 +84,8 @@ def parse_args(argv: Sequence[str] | None) -> BuildOptions | PlanOptions:
     values: dict[str, Any] = vars(parser.parse_args(argv))
     for name in ("keep", "kernel_target"):
         values[name] = tuple(values[name])
+    marked = values["mark_plugin_inputs"]
+    values["mark_plugin_inputs"] = () if marked is None else tuple(marked) or ("*",)
     if values.pop("plan"):
         values["config_only"] |= values["checkpoint"].is_file()
         return PlanOptions(**{field.name: values[field.name] for field in fields(PlanOptions)})
@@ -237,6 +246,7 @@ def format_report(report: BuildReport, output: Path, seconds: float) -> str:
         "kernels": _describe_kernels(manifest),
         "precision": _describe_precision(manifest),
         "weights": f"{weights / 2**20:,.1f} MiB in {len(specs)} tensors{_describe_source(report)}",
+        **_describe_debug_outputs(report.plan),
         "states": f"{per_seq / 2**20:,.1f} MiB for a sequence of {limits.max_seq_len} tokens",
         "memory": describe_total(report.plan),
         "step": f"at most {limits.max_batch_size} sequences, {limits.max_step_tokens} tokens",
@@ -259,6 +269,13 @@ def _describe_engine(manifest: Manifest) -> str:
     if engine is None:
         return "none, a float32 bundle is for the eager backend"
     return f"{engine.size / 2**20:.2f} MiB for {manifest.target}, by {manifest.backend}"
+
+
+def _describe_debug_outputs(plan: Plan) -> dict[str, str]:
+    """The row, if there are some."""
+    num_marked = len(plan.request.debug_outputs)
+    text = f"{num_marked} plugin inputs are outputs, {size(plan.debug_bytes)} in the largest step"
+    return {"debug outputs": text} if num_marked else {}
 
 
 def _describe_errors(errors: Mapping[str, float]) -> str:

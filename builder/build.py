@@ -58,6 +58,7 @@ from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_text import save_program
 from qwen4exp_trt.runtime.specs import PleResidency
+from qwen4exp_trt.runtime.tensorrt.engine_checks import engine_label
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
@@ -182,6 +183,7 @@ def _build(job: _Job, plan: Plan, set_aside: dict[str, int]) -> BuildReport:
     sizes = [part.engine.activation_bytes for part in parts if part.engine is not None]
     if sizes and None not in sizes:
         plan = plan.with_activations(max(filter(None, sizes), default=0))  # only one of them runs at a time
+    plan = plan.with_debug_outputs(tuple(spec for part in parts for spec in part.compiled.debug_outputs))
     kernels: dict[str, bytes] = {}
     if options.all_kernel_targets:
         reporter.stage("kernels")
@@ -242,7 +244,8 @@ def _compile(job: _Job, options: ExportOptions, quantization: Quantization) -> t
     """Compile; with ``--verify`` execute every pass in float32, and the ONNX in both activation dtypes."""
     stage = job.reporter.stage
     if not job.options.verify:
-        return compile_program(job.config, options, quantization, stage), {}
+        marked = job.options.mark_plugin_inputs
+        return compile_program(job.config, options, quantization, stage, mark_inputs_of=marked), {}
     assert job.source is not None
     verifier = make_verifier(job.config, options.block_size, job.source.tensor, options.is_draft)
     errors: dict[str, float] = {}
@@ -250,7 +253,8 @@ def _compile(job: _Job, options: ExportOptions, quantization: Quantization) -> t
     def compile_verified(export: ExportOptions, pass_verifier: Verifier | None) -> CompiledProgram:
         dtype = export.activation_dtype
         compiled = compile_program(
-            job.config, export, quantization, lambda name: stage(f"{name} ({dtype})"), pass_verifier
+            *(job.config, export, quantization, lambda name: stage(f"{name} ({dtype})"), pass_verifier),
+            mark_inputs_of=job.options.mark_plugin_inputs,
         )
         stage(f"{'draft head ' if options.is_draft else ''}run onnx ({dtype})")
         errors[dtype] = max(errors.get(dtype, 0.0), verify_onnx(compiled.program, compiled.onnx_model, verifier))
@@ -270,7 +274,8 @@ def _write_part(folder: Path, part: _Part) -> None:
     onnx.save(part.compiled.onnx_model, folder / ONNX_FILE)
     if part.engine is not None:
         (folder / ENGINE_FILE).write_bytes(part.engine.engine)
-        (folder / LAYERS_FILE).write_text(json.dumps(part.engine.layers, indent=1) + "\n", encoding="utf-8")
+        layers = engine_label(part.engine.engine, folder) | part.engine.layers
+        (folder / LAYERS_FILE).write_text(json.dumps(layers, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_kernels(folder: Path, kernels: Mapping[str, bytes]) -> None:
@@ -306,6 +311,7 @@ def _manifest(folder: Path, job: _Job, parts: Sequence[_Part], calibration: Cali
         converted=None if source is None or source.converted is None else CheckpointRef.of(source.converted),
         plugins=op_versions(),
         profiles=_profiles_to_json(model.profiles),
+        debug_outputs=model.compiled.debug_outputs,
         passes=[asdict(result) for result in model.compiled.passes],
         draft=_draft_head(job, drafts[0]) if drafts else None,
         tools=tools,
@@ -318,6 +324,7 @@ def _draft_head(job: _Job, part: _Part) -> DraftHead:
         vocab_size=job.config.draft_vocab_size or job.config.vocab_size,
         has_token_ids=job.draft.token_ids is not None,
         profiles=_profiles_to_json(part.profiles),
+        debug_outputs=part.compiled.debug_outputs,
         passes=[asdict(result) for result in part.compiled.passes],
     )
 

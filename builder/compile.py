@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import onnx
 
 from qwen4exp_trt.builder.lower import lower_program
+from qwen4exp_trt.builder.plugin_inputs import plugin_inputs
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.export import export_draft_program, export_program
 from qwen4exp_trt.passes.base import PassManager, PassResult
 from qwen4exp_trt.passes.pipeline import Quantization, make_pipeline
 from qwen4exp_trt.passes.verification import Verifier
 from qwen4exp_trt.runtime.program import Program
-from qwen4exp_trt.runtime.specs import PleResidency
+from qwen4exp_trt.runtime.specs import PleResidency, TensorSpec
 
 Stage = Callable[[str], None]
 """Called with the name of each stage as it begins."""
@@ -41,6 +42,8 @@ class CompiledProgram:
     program: Program
     onnx_model: onnx.ModelProto
     passes: list[PassResult]
+    debug_outputs: tuple[TensorSpec, ...] = ()
+    """Plugin inputs that are outputs of the ONNX form as well."""
 
 
 def transform_config(
@@ -65,8 +68,10 @@ def compile_program(
     quantization: Quantization,
     stage: Stage = lambda name: None,
     verifier: Verifier | None = None,
+    mark_inputs_of: Sequence[str] = (),
 ) -> CompiledProgram:
-    """`transform_config`, and lower."""
+    """`transform_config`, and lower. ``mark_inputs_of``: patterns of plugins whose inputs become outputs."""
     program, results = transform_config(config, options, quantization, stage, verifier)
     stage("draft head lower" if options.is_draft else "lower")
-    return CompiledProgram(program, lower_program(program), results)
+    marked = plugin_inputs(program, mark_inputs_of)
+    return CompiledProgram(program, lower_program(program, marked), results, marked)

@@ -13,7 +13,7 @@ import torch
 from qwen4exp_trt.builder.layers import REPORT_START, layer_report
 from qwen4exp_trt.builder.profiles import Profile
 from qwen4exp_trt.errors import BuildError
-from qwen4exp_trt.plugins.tensorrt import register_creators
+from qwen4exp_trt.plugins.tensorrt import register_creators, take_callback_errors
 from qwen4exp_trt.runtime.tensorrt.log import make_log, one_line
 
 _MIN_ENGINE_BYTES = 4096
@@ -49,6 +49,7 @@ def build_engine(
     """
     log = make_log(trt, lambda message: message.startswith(REPORT_START))
     register_creators(trt)
+    take_callback_errors()  # of builds and steps before
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     config = _builder_config(trt, builder, target)
@@ -75,6 +76,8 @@ def _builder_config(trt: ModuleType, builder: Any, target: str) -> Any:
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.max_aux_streams = 0  # kernels share their counters, so they have to run one after another
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # else a step might allocate, and not be captured
     if hasattr(trt, "ComputeCapability"):
         config.num_compute_capabilities = 1
         config.set_compute_capability(_compute_capability(trt, target), 0)
@@ -107,6 +110,7 @@ def _parse(trt: ModuleType, model: onnx.ModelProto, network: Any, log: Any) -> N
     if not parser.parse(model.SerializeToString()):
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
         described = [f"node {e.node_name()} ({e.node_operator()}): {one_line(e.desc())}" for e in errors]
+        described[:0] = take_callback_errors()
         raise BuildError(f"TensorRT cannot parse {model.graph.name}: {'; '.join(described)}")
 
 

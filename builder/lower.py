@@ -9,6 +9,7 @@ shape constants only.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import onnx
@@ -22,25 +23,26 @@ from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.plugins.registry import spec_of
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec
 from qwen4exp_trt.runtime.program import Program, is_getitem, path_from_identifier
-from qwen4exp_trt.runtime.specs import Dim
+from qwen4exp_trt.runtime.specs import Dim, TensorSpec
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
 
-def lower_program(program: Program) -> onnx.ModelProto:
+def lower_program(program: Program, debug_outputs: Sequence[TensorSpec] = ()) -> onnx.ModelProto:
     """The ONNX model of a traced or transformed program (its nodes carry fake tensors).
 
     Inputs and outputs are named as in the tables (an updated state `StateSpec.out_name`), nodes and values by their
-    module paths, dynamic dims as in the tables. Raises BuildError for an op outside the table, a state that not
+    module paths, dynamic dims as in the tables. ``debug_outputs`` are intermediate values, by `value_names`, that
+    become outputs behind the others. Raises BuildError for an op outside the table, a state that not
     exactly one op updates, and a state that another op reads before.
     """
-    return _ProgramLowering(program).lower()
+    return _ProgramLowering(program, debug_outputs).lower()
 
 
 class _ProgramLowering:
-    def __init__(self, program: Program) -> None:
-        self.program, self.graph = program, OnnxGraph()
+    def __init__(self, program: Program, debug_outputs: Sequence[TensorSpec]) -> None:
+        self.program, self.debug_outputs, self.graph = program, debug_outputs, OnnxGraph()
         self.dim_names = program.dim_names()
-        self.value_names = _name_values(program)
+        self.value_names = value_names(program)
         placeholders = program.placeholders()
         self.states = {placeholders[spec.name]: spec for spec in program.states}
         self.readers: dict[str, list[str]] = defaultdict(list)
@@ -56,6 +58,8 @@ class _ProgramLowering:
             self.graph.outputs.append(value_info(spec.name, dtype_from_name(spec.dtype), spec.shape))
         for spec in self.program.states:
             self.graph.outputs.append(value_info(spec.out_name, dtype_from_name(spec.dtype), spec.shape))
+        for spec in self.debug_outputs:
+            self.graph.outputs.append(value_info(spec.name, dtype_from_name(spec.dtype), spec.shape))
         self._check_state_updates()
         return self.graph.to_model("decoder")
 
@@ -104,7 +108,7 @@ class _ProgramLowering:
         """The names of the node's values, whose types are noted unless they are outputs, typed there, or sizes."""
         names, values = self.value_names[node], node.meta["val"]
         values = values if isinstance(values, (tuple, list)) else [values]
-        output_names = {spec.name for spec in self.program.outputs}
+        output_names = {spec.name for spec in (*self.program.outputs, *self.debug_outputs)}
         for name, value in zip(names, values, strict=True):
             if isinstance(value, torch.Tensor) and name not in output_names:
                 self.graph.values.append(value_info(name, value.dtype, [self._dim(e) for e in value.shape]))
@@ -126,7 +130,7 @@ class _ProgramLowering:
                 )
 
 
-def _name_values(program: Program) -> dict[fx.Node, list[str]]:
+def value_names(program: Program) -> dict[fx.Node, list[str]]:
     """Every node's values: what the tables call it, else its path. The values of an op with several outputs are named
     after the nodes that take them, which share the names."""
     names = {node: [path_from_identifier(node.name)] for node in program.graph.nodes}

@@ -58,6 +58,8 @@ class PlanOptions:
     """None for the model's own limit."""
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     block_size: int = DEFAULT_BLOCK_SIZE
+    mark_plugin_inputs: tuple[str, ...] = ()
+    """Shell patterns of module paths of plugins whose inputs the engine gives as outputs, for `qwen4exp-verify`."""
     config_only: bool = False
 
     @property
@@ -126,6 +128,11 @@ class PlanOptions:
             raise BuildError(
                 f"--target is {self.target!r}, but a bundle with {self.activation_dtype} activations has no engine; "
                 "leave it out"
+            )
+        if self.mark_plugin_inputs and not self.has_engine:
+            raise BuildError(
+                f"--mark-plugin-inputs makes outputs of an engine, and a bundle with {self.activation_dtype} "
+                "activations has none; leave it out, or build with --activation-dtype bfloat16"
             )
         if self.draft_vocab is not None and self.draft_vocab_size is None:
             raise BuildError("--draft-vocab is given without --draft-vocab-size, which says how many ids to take")

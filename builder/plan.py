@@ -20,7 +20,7 @@ from qwen4exp_trt.plugins.cost import (
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES
 from qwen4exp_trt.runtime.memory_plan import GPU_OVERHEAD_BYTES
-from qwen4exp_trt.runtime.specs import DTYPE_BYTES, PleResidency, StateKind, StateSpec
+from qwen4exp_trt.runtime.specs import DTYPE_BYTES, PleResidency, StateKind, StateSpec, TensorSpec
 from qwen4exp_trt.runtime.target_devices import DEVICES, Device
 
 FormatPolicy = Callable[[str, str], Formats]
@@ -57,6 +57,8 @@ class PlanRequest:
     kv_cache_dtype: str = "auto"
     """``auto`` for the activation dtype."""
     ple_residency: PleResidency = PleResidency.DEVICE
+    debug_outputs: tuple[TensorSpec, ...] = ()
+    """Plugin inputs that are outputs as well."""
 
     @property
     def device(self) -> Device | None:
@@ -162,8 +164,15 @@ class Plan:
         return rows * config.stack_width * DTYPE_BYTES[self.request.activation_dtype] if config.has_draft_head else 0
 
     @property
+    def debug_bytes(self) -> int:
+        """Of the plugin inputs that are outputs, in the largest step."""
+        rows = self.request.limits.largest_step
+        return sum(spec.num_bytes(rows) for spec in self.request.debug_outputs)
+
+    @property
     def total_bytes(self) -> int:
-        step_bytes = self.staged_bytes + self.logits_bytes + self.stack_bytes + self.request.activations.num_bytes
+        step_bytes = self.staged_bytes + self.logits_bytes + self.stack_bytes + self.debug_bytes
+        step_bytes += self.request.activations.num_bytes
         return self.weight_bytes + self.state_bytes + step_bytes + GPU_OVERHEAD_BYTES
 
     @property
@@ -191,6 +200,10 @@ class Plan:
     def missing_bytes(self) -> int:
         """How far the total exceeds the target's memory; 0 if it fits or if that is unknown."""
         return 0 if self.device is None else max(0, self.total_bytes - self.device.usable_bytes)
+
+    def with_debug_outputs(self, debug_outputs: tuple[TensorSpec, ...]) -> Plan:
+        """With those of the engines."""
+        return replace(self, request=replace(self.request, debug_outputs=debug_outputs))
 
     def with_activations(self, activation_bytes: int | None) -> Plan:
         """With what the engine's build told; if it told nothing, the same."""

@@ -30,6 +30,11 @@ def describe_misfit(plan: Plan) -> str | None:
         return None
     options = ", or with ".join(" and ".join(combination) for combination in fitting_moves(plan.request))
     advice = f"it fits with {options}" if options else "all options that save memory together do not make it fit"
+    if plan.debug_bytes:
+        advice = (
+            f"{size(plan.debug_bytes)} of it is what --mark-plugin-inputs marks: give it patterns that match fewer "
+            f"plugins, or a smaller --prefill-chunk; else {advice}"
+        )
     return (
         f"precision {plan.request.precision} needs {size(plan.total_bytes)} ({size(plan.weight_bytes)} of it weights), "
         f"{size(plan.missing_bytes)} more than the {size(plan.device.usable_bytes)} that are usable on a "
@@ -85,6 +90,9 @@ def _memory_lines(plan: Plan) -> Iterator[str]:
     yield _line("  logits", size(plan.logits_bytes))
     if plan.stack_bytes:
         yield _line("  stacks", size(plan.stack_bytes), "", "for the draft head")
+    if plan.debug_bytes:
+        num_marked = len(plan.request.debug_outputs)
+        yield _line("  debug outputs", size(plan.debug_bytes), "", f"{num_marked} plugin inputs that are marked")
     remark = "an estimate; the engine build tells" if activations.is_estimate else "of the engine"
     yield _line("  activations", size(activations.num_bytes), "", remark)
     if activations.workspace_bytes:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from qwen4exp_trt.builder.activations import estimate_activations, estimate_workspace
+from qwen4exp_trt.builder.compile import transform_config
 from qwen4exp_trt.builder.draft_head import DraftChoice, choose_draft_head
 from qwen4exp_trt.builder.options import DEFAULT_TARGET, PlanOptions
 from qwen4exp_trt.builder.plan import ActivationMemory, Plan, PlanRequest, make_plan
+from qwen4exp_trt.builder.plugin_inputs import check_patterns, plugin_inputs
 from qwen4exp_trt.builder.weight_plan import WeightPlan, plan_weights
 from qwen4exp_trt.errors import BuildError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.frontend.stored_weights import StoredWeight
 from qwen4exp_trt.frontend.weights import resolve_weights
 from qwen4exp_trt.passes.choose_formats import Formats
+from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
-from qwen4exp_trt.runtime.specs import PleResidency
+from qwen4exp_trt.runtime.specs import PleResidency, TensorSpec
 
 StoredWeights = Mapping[str, StoredWeight] | None
 """By canonical name; None for a checkpoint that is not there, and is taken to have every weight in float."""
@@ -33,6 +37,21 @@ def read_stored_weights(options: PlanOptions, config: ModelConfig) -> tuple[Draf
 
 def weight_plan_for(options: PlanOptions, config: ModelConfig, stored: StoredWeights) -> WeightPlan:
     return plan_weights(config, stored, options.precision, options.ple_precision, options.keep)
+
+
+def _debug_outputs(options: PlanOptions, weight_plan: WeightPlan) -> tuple[TensorSpec, ...]:
+    """The plugin inputs that the options mark, of the whole model and its draft head: they are traced for it.
+
+    `BuildError` for a pattern that matches none.
+    """
+    if not options.mark_plugin_inputs:
+        return ()
+    quantization = Quantization(weight_plan.formats, weight_plan.table_scales)
+    parts = (False, True) if weight_plan.config.has_draft_head else (False,)
+    exports = [replace(options.export, is_draft=is_draft) for is_draft in parts]
+    programs = [transform_config(weight_plan.config, export, quantization)[0] for export in exports]
+    check_patterns(programs, options.mark_plugin_inputs)
+    return tuple(spec for program in programs for spec in plugin_inputs(program, options.mark_plugin_inputs))
 
 
 def plan_bundle(options: PlanOptions, weight_plan: WeightPlan) -> Plan:
@@ -64,5 +83,6 @@ def plan_bundle(options: PlanOptions, weight_plan: WeightPlan) -> Plan:
         activation_dtype=options.activation_dtype,
         kv_cache_dtype=options.export.kv_cache_dtype,
         ple_residency=PleResidency(options.ple_residency),
+        debug_outputs=_debug_outputs(options, weight_plan),
     )
     return make_plan(request)

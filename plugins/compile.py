@@ -139,8 +139,13 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 def cache_dir() -> Path:
     """Where compiled kernels are kept: ``$XDG_CACHE_HOME/qwen4exp-trt/kernels``, by default below ``~/.cache``."""
+    return user_cache_dir() / "kernels"
+
+
+def user_cache_dir() -> Path:
+    """Where everything is kept that outlives a process and can be made again."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "qwen4exp-trt" / "kernels"
+    return Path(root) / "qwen4exp-trt"
 
 
 @cache

@@ -46,7 +46,8 @@ class PackedBatch:
 
     @property
     def max_query_len(self) -> int:
-        return int(self.query_lens.max()) if len(self.query_lens) else 0
+        """1 of a batch that is padding alone, so that what looks back has a window there, too."""
+        return int(self.query_lens.max()) if len(self.query_lens) else 1
 
     @property
     def position_of_token(self) -> Tensor:

@@ -6,8 +6,9 @@ The TensorRT module (``tensorrt`` or ``tensorrt_rtx``) is a value: nothing here 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
@@ -119,6 +120,47 @@ def _attr_value(attr_type: str, data: Any) -> Any:
     return float(data[0]) if attr_type == "float" else int(data[0])
 
 
+# --- errors of callbacks --------------------------------------------------------------------------------------------
+
+_callback_errors: list[str] = []
+
+
+def take_callback_errors() -> list[str]:
+    """What went wrong in plugins, in words, since this was last called.
+
+    TensorRT only learns that a callback failed: its bindings print the exception to the terminal and drop it.
+    """
+    taken = list(dict.fromkeys(_callback_errors))
+    _callback_errors.clear()
+    return taken
+
+
+def _note(node: str, spec: OpSpec, problem: str) -> None:
+    _callback_errors.append(f"node {node} ({spec.onnx_op_type}): {problem}")
+
+
+@contextmanager
+def _noted(node: str, spec: OpSpec, callback: str) -> Iterator[None]:
+    """Keep the exception of a callback for `take_callback_errors`."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, PluginError) else f"{type(error).__name__}: "
+        _note(node, spec, f"{callback}: {kind}{error}")
+        raise
+
+
+def _callback(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a plugin that TensorRT calls and that may fail."""
+
+    @wraps(method)
+    def call(self: _OpPlugin, *args: Any) -> Any:
+        with _noted(self.node, self.spec, method.__name__):
+            return method(self, *args)
+
+    return call
+
+
 # --- plugin and creator ---------------------------------------------------------------------------------------------
 
 
@@ -129,6 +171,7 @@ class _OpPlugin:
     """
 
     trt: ModuleType
+    node: str
     spec: OpSpec
     attrs: Mapping[str, Any]
     fields: AttrFields
@@ -137,13 +180,15 @@ class _OpPlugin:
         return self
 
     def clone(self) -> Any:
-        return _plugin_class(self.trt)(self.spec, self.attrs)
+        return _plugin_class(self.trt)(self.node, self.spec, self.attrs)
 
+    @_callback
     def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
         dtypes = [torch_dtypes(self.trt).get(dtype) for dtype in input_types]
         outputs = [_trt_dtype(self.trt, dtype) for dtype in self.spec.output_dtypes(dtypes, self.attrs)]
         return outputs + [dtype for arg, dtype in zip(self.spec.inputs, input_types, strict=True) if arg.mutated]
 
+    @_callback
     def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
         def wrap(dim: Any) -> DimExpression:
             return dim_expression(self.trt, builder, dim)
@@ -160,6 +205,7 @@ class _OpPlugin:
         state = self.spec.states[output_index - len(self.spec.outputs)]
         return _names(self.spec.inputs).index(state.name)
 
+    @_callback
     def supports_format_combination(self, pos: int, in_out: Sequence[Any], num_inputs: int) -> bool:
         """TensorRT asks in order: what is in front of ``pos`` was found supported."""
         types = [in_out[index].desc.type for index in range(pos + 1)]
@@ -169,15 +215,21 @@ class _OpPlugin:
             return types[pos] == types[self.get_aliased_input(pos - num_inputs)]
         dtypes = [torch_dtypes(self.trt).get(dtype) for dtype in types[: min(pos, num_inputs)]]
         activation = self.spec.activation_dtype(dtypes, self.attrs)
-        allowed = dtypes_of((*self.spec.inputs, *self.spec.outputs)[pos].dtype, activation)
-        return types[pos] in [_trt_dtype(self.trt, dtype) for dtype in allowed]
+        arg = (*self.spec.inputs, *self.spec.outputs)[pos]
+        allowed = [_trt_dtype(self.trt, dtype) for dtype in dtypes_of(arg.dtype, activation)]
+        if types[pos] not in allowed:
+            expected = " or ".join(dtype.name for dtype in allowed)
+            _note(self.node, self.spec, f"{arg.name} is {types[pos].name}, expected {expected}")
+        return types[pos] in allowed
 
     def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        pass
+        """A failure here ends the build; one of `get_workspace_size`, asked next, TensorRT takes for no workspace."""
+        self.get_workspace_size(inputs, outputs)
 
     def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         pass
 
+    @_callback
     def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
         """Of the largest shapes, on the largest GPU: which one it will be is not known at the build."""
         if self.spec.launches is None:
@@ -196,6 +248,7 @@ class _OpPlugin:
     def attach_to_context(self, context: Any) -> Any:
         return self.clone()
 
+    @_callback
     def enqueue(
         self,
         input_desc: Sequence[Any],
@@ -224,10 +277,11 @@ def _plugin_class(trt: ModuleType) -> type:
     bases = (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime)
 
     class Plugin(_OpPlugin, *bases):
-        def __init__(self, spec: OpSpec, attrs: Mapping[str, Any]) -> None:
+        def __init__(self, node: str, spec: OpSpec, attrs: Mapping[str, Any]) -> None:
             for base in bases:
                 base.__init__(self)
-            self.trt, self.spec, self.attrs, self.fields = trt, spec, attrs, AttrFields(trt, spec, attrs)
+            self.trt, self.node, self.spec, self.attrs = trt, node, spec, attrs
+            self.fields = AttrFields(trt, spec, attrs)
             self.plugin_name, self.plugin_version = spec.onnx_op_type, str(spec.version)
             self.plugin_namespace, self.timing_cache_id = NAMESPACE, ""
             self.num_outputs = len(spec.outputs) + len(spec.states)
@@ -266,7 +320,8 @@ def _creator_class(trt: ModuleType) -> type:
             )
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
-            return _plugin_class(trt)(self.spec, attrs_from_fields(self.spec, fields))
+            with _noted(name, self.spec, "create_plugin"):
+                return _plugin_class(trt)(name, self.spec, attrs_from_fields(self.spec, fields))
 
     return Creator
 

@@ -118,7 +118,7 @@ class AsyncLLM:
         Those get a last chunk with the finish reason ``abort``.
         """
         await asyncio.to_thread(self._engine.close, timeout)
-        await asyncio.to_thread(self._llm.close_files)
+        await asyncio.to_thread(self._llm.release)
         self._close.detach()
 
     @asynccontextmanager

@@ -1,34 +1,33 @@
-"""Decode steps as CUDA graphs: captured when a shape is first met, replayed with new inputs."""
+"""Decode steps of few shapes, as CUDA graphs: captured when a shape is first met, replayed with new inputs."""
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.runtime.aligned_memory import aligned_empty
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape, captured_shape
 from qwen4exp_trt.runtime.specs import TensorSpec
+from qwen4exp_trt.runtime.streams import Stream
 
 Execute = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 """Runs a step on inputs by name, all on the GPU, and returns its results there by name."""
 
 
-Pool = Any
-"""The memory of graphs of which one runs at a time, as `torch.cuda.graph_pool_handle` makes it."""
-
-
 class _Staging:
-    """Pinned memory for the inputs of a step. It is free again when its last copy has ended."""
+    """Memory of the host for the inputs of a step. It is free again when its last copy has ended."""
 
-    def __init__(self, layout: InputLayout) -> None:
+    def __init__(self, layout: InputLayout, stream: Stream) -> None:
         self._layout = layout
-        self._staged = StagedInputs(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=True))
-        self._copied = torch.cuda.Event()
+        self._staged = StagedInputs(layout, stream.staging(layout.num_bytes))
+        self._copied = stream.event()
 
     def copy(self, inputs: Mapping[str, Tensor], target: Tensor) -> None:
         """Pack ``inputs`` into ``target`` on a GPU: what is on the CPU by one copy that nobody waits for."""
@@ -44,12 +43,12 @@ class _Staging:
 
 
 @dataclass(frozen=True)
-class _Captured:
-    """A graph with the memory that it reads its inputs from and writes its results to."""
+class _Prepared:
+    """Steps of one shape, with the memory that they read their inputs from."""
 
     inputs: Tensor
-    graph: torch.cuda.CUDAGraph
-    results: Mapping[str, Tensor]
+    run: Callable[[], Mapping[str, Tensor]]
+    """On the caller's stream; the results are good until the next run."""
     stagings: Iterator[_Staging]
     """In turns, so that a step need not wait for the one before."""
 
@@ -57,17 +56,30 @@ class _Captured:
 class DecodeGraphs:
     """The decode steps of one program on one GPU.
 
-    A graph takes steps of up to its shape: its inputs are padded. All share the memory of ``pool``, so a result is only
-    good until the next replay. ``specs`` are the inputs of a step.
+    A graph takes steps of up to its shape: its inputs are padded. All are captured on ``stream``, so a result is only
+    good until the next step. ``execute_for`` a shape gives what runs its steps, ``specs`` are their inputs. Without
+    ``captures`` a step is enqueued each time anew, on the same padded inputs at the same addresses.
     """
 
     def __init__(
-        self, execute: Execute, specs: Sequence[TensorSpec], limits: EngineLimits, device: torch.device, pool: Pool
+        self,
+        execute_for: Callable[[StepShape], Execute],
+        specs: Sequence[TensorSpec],
+        limits: EngineLimits,
+        device: torch.device,
+        stream: Stream,
+        captures: bool = True,
     ) -> None:
-        self._execute, self._specs, self._limits, self._device = execute, specs, limits, device
-        self._captured: dict[StepShape, _Captured] = {}
-        self._pool = pool
-        self._stream = torch.cuda.Stream(device)
+        self._execute_for, self._specs, self._limits, self._device = execute_for, specs, limits, device
+        self._stream, self._captures = stream, captures
+        self._prepared: dict[StepShape, _Prepared] = {}
+        self.seconds = 0.0
+        """That new shapes took: their first step, with what is compiled then, and the capture."""
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        """Those that steps have had so far."""
+        return list(self._prepared)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
         """Enqueue a step on the current stream; None, and nothing is done, if it is not a decode step.
@@ -78,35 +90,49 @@ class DecodeGraphs:
         shape = captured_shape(inputs, self._limits)
         if shape is None:
             return None
-        if shape not in self._captured:
-            self._captured[shape] = self._capture(shape)
-        captured = self._captured[shape]
-        next(captured.stagings).copy(inputs, captured.inputs)
-        captured.graph.replay()
-        return captured.results
+        if shape not in self._prepared:
+            self._prepared[shape] = self._prepare(shape)
+        prepared = self._prepared[shape]
+        next(prepared.stagings).copy(inputs, prepared.inputs)
+        return prepared.run()
 
-    def _capture(self, shape: StepShape) -> _Captured:
-        layout = InputLayout(self._specs, shape)
-        buffer = layout.padding().to(self._device)
-        views, graph = layout.views(buffer), torch.cuda.CUDAGraph()
+    def _prepare(self, shape: StepShape) -> _Prepared:
+        start = time.perf_counter()
+        layout, execute = InputLayout(self._specs, shape), self._execute_for(shape)
+        buffer = aligned_empty((layout.num_bytes,), torch.uint8, self._device)
+        buffer.copy_(layout.padding())
+        views = layout.views(buffer)
         # What is loaded, allocated or chosen at a first call has to be there before the capture: one step of padding.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._execute(views)
+        with self._stream.fork():
+            execute(views)
         self._stream.synchronize()
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            results = self._execute(views)
-        stagings = [_Staging(layout) for _ in range(2)]
-        return _Captured(buffer, graph, results, itertools.cycle(stagings))
+        run = self._captured(execute, views) if self._captures else partial(self._enqueued, execute, views)
+        self.seconds += time.perf_counter() - start
+        return _Prepared(buffer, run, itertools.cycle([_Staging(layout, self._stream) for _ in range(2)]))
+
+    def _captured(self, execute: Execute, views: Mapping[str, Tensor]) -> Callable[[], Mapping[str, Tensor]]:
+        graph, results = self._stream.capture(lambda: execute(views))
+
+        def replay() -> Mapping[str, Tensor]:
+            graph.replay()
+            return results
+
+        return replay
+
+    def _enqueued(self, execute: Execute, views: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        with self._stream.fork():
+            results = execute(views)
+        self._stream.join()
+        return results
 
 
 def move_inputs(
-    specs: Sequence[TensorSpec], inputs: Mapping[str, Tensor], device: torch.device
+    specs: Sequence[TensorSpec], inputs: Mapping[str, Tensor], device: torch.device, stream: Stream
 ) -> Mapping[str, Tensor]:
-    """``inputs`` on ``device``, as they are."""
+    """``inputs`` on ``device``, as they are, enqueued on the caller's stream."""
     shape = StepShape.of(inputs)
-    there = {spec.name: inputs[spec.name] for spec in specs if inputs[spec.name].device.type != "cpu"}
+    there = {spec.name: inputs[spec.name] for spec in specs if not inputs[spec.name].is_cpu}
     layout = InputLayout([spec for spec in specs if spec.name not in there], shape)
-    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
-    _Staging(layout).copy(inputs, buffer)
+    buffer = aligned_empty((layout.num_bytes,), torch.uint8, device)
+    _Staging(layout, stream).copy(inputs, buffer)
     return {**layout.views(buffer), **there}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.evaluation import Evaluation, default_window, evaluate
+from qwen4exp_trt.runtime.json_files import check_file_target, write_json
 from qwen4exp_trt.runtime.llm import LLM
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.progress_line import ProgressLine, loading_line
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     """Evaluate, printing progress on stderr and the result on stdout."""
     text = read_text(args.text, RequestError)
     if args.json is not None:
-        _check_json(args.json)
+        check_file_target(args.json, "--json")
     llm = _load(args, args.bundle)
     base = None if args.against is None else _load(args, args.against, checkpoint=args.against_checkpoint)
     line = ProgressLine(lambda done, total: f"window {done} of {total}")
@@ -74,28 +73,10 @@ def _load(args: argparse.Namespace, bundle: Path, **options: Any) -> LLM:
     return LLM(bundle, progress=loading_line().show, **{"num_blocks": num_blocks, **llm_options(args), **options})
 
 
-def _check_json(path: Path) -> None:
-    """`RequestError` before the work if the file cannot be written after it."""
-    try:
-        if path.exists() and not path.is_file():
-            raise RequestError(f"{path}: --json writes a file, and this is something else; choose another name")
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise RequestError(f"{path}: --json cannot write a file there: {error.strerror}; choose another") from error
-
-
 def _write_json(args: argparse.Namespace, result: Evaluation) -> None:
-    """Write the file under a temporary name first, so that it is whole or as it was."""
     against = None if args.against is None else str(args.against)
     data = {"bundle": str(args.bundle), "text": str(args.text), "against": against, **asdict(result)}
-    target: Path = args.json.resolve()
-    try:
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            staged = Path(folder) / "result.json"
-            staged.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-            staged.replace(target)
-    except OSError as error:
-        raise RequestError(f"{args.json}: cannot write the result: {error.strerror}") from error
+    write_json(args.json, data)
 
 
 def format_result(result: Evaluation) -> str:

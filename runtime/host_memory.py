@@ -20,15 +20,16 @@ def available_memory(root: Path = _ROOT) -> int:
 
     ``root``: where ``/proc`` and the control groups are.
     """
-    return min([_meminfo(root)["MemAvailable"], *_rooms_in_cgroups(root)])
+    return min([meminfo(root)["MemAvailable"], *_rooms_in_cgroups(root)])
 
 
 def total_memory(root: Path = _ROOT) -> int:
     """Bytes of the machine."""
-    return _meminfo(root)["MemTotal"]
+    return meminfo(root)["MemTotal"]
 
 
-def _meminfo(root: Path) -> dict[str, int]:
+def meminfo(root: Path = _ROOT) -> dict[str, int]:
+    """``/proc/meminfo`` in bytes."""
     lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
 
@@ -81,7 +82,7 @@ def map_into_gpu(tensor: Tensor, name: str) -> Tensor:
     ``name`` if the memory cannot be pinned.
     """
     runtime: Any = torch.cuda.cudart()
-    address, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    address, size = tensor.data_ptr(), tensor.nbytes
     if size:
         status = runtime.cudaHostRegister(address, size, 0)
         if int(status) != 0:

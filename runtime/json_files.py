@@ -1,12 +1,13 @@
-"""JSON files that others wrote."""
+"""JSON files: those that others wrote, and results that a command writes."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from qwen4exp_trt.errors import Q4eError
+from qwen4exp_trt.errors import Q4eError, RequestError
 
 
 def read_json_object(path: Path, error_class: type[Q4eError]) -> dict[str, Any]:
@@ -20,3 +21,30 @@ def read_json_object(path: Path, error_class: type[Q4eError]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise error_class(f"{path}: holds a {type(data).__name__}; a JSON object was expected")
     return data
+
+
+def check_file_target(path: Path, option: str) -> None:
+    """`RequestError` before the work if the file of ``option``, such as ``--json``, cannot be written after it."""
+    try:
+        if path.exists() and not path.is_file():
+            raise RequestError(f"{path}: {option} writes a file, and this is something else; choose another name")
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise RequestError(f"{path}: {option} cannot write a file there: {error.strerror}; choose another") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the file under a temporary name first, so that it is whole or as it was."""
+    target = path.resolve()
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            staged = Path(folder) / "result"
+            staged.write_text(text, encoding="utf-8")
+            staged.replace(target)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot write the result: {error.strerror}") from error
+
+
+def write_json(path: Path, data: Any) -> None:
+    """`write_text` of ``data`` as JSON."""
+    write_text(path, json.dumps(data, indent=1) + "\n")

@@ -60,3 +60,8 @@ class EngineLimits:
     def max_logits_rows(self) -> int:
         """Rows of logits that one step can return."""
         return self.max_decode_tokens
+
+    @property
+    def largest_step(self) -> dict[str, int]:
+        """The most rows that an output can have, by the name of its first dim."""
+        return {"T": self.max_step_tokens, "L": self.max_logits_rows}

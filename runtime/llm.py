@@ -11,13 +11,13 @@ from typing import Any, Self
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError, RequestError
-from qwen4exp_trt.runtime.backend import EagerBackend, make_backend
+from qwen4exp_trt.runtime.backend import EagerBackend, choose_backend, load_backend
 from qwen4exp_trt.runtime.chat_template import ChatTemplate, render_chat
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import make_drafting
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
-from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES, LoadOptions
+from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES, LoadOptions, WeightMaker
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.outputs import RequestOutput, StreamChunk
 from qwen4exp_trt.runtime.prefix_cache.cache import PrefixCache
@@ -28,11 +28,11 @@ from qwen4exp_trt.runtime.prefix_cache.options import (
     DEFAULT_SNAPSHOT_INTERVAL,
     PrefixCacheOptions,
 )
+from qwen4exp_trt.runtime.program_backend import ProgramBackend
 from qwen4exp_trt.runtime.progress_line import Progress
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.sequence import Sequence as RequestSequence
 from qwen4exp_trt.runtime.sequence_states import SequenceStates
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
@@ -59,9 +59,12 @@ class LLM:
     ``speculate``: drafts for every request, ``"mtp:3"`` or ``"ngram:4"`` (`SpeculativeConfig`); none by default.
     ``enable_prefix_caching``: keep the states of prompts for others that begin alike; the options behind it are those
     of `PrefixCacheOptions`. ``debug_nan``: run each step op by op, slowly, so that a request whose logits are unusable
-    says where that began; for ``eager`` only. Raises `BundleError` for a bundle that is damaged, of another version,
-    without weights or too large for the memory (before any of it is read), `CheckpointError` for a checkpoint that is
-    not the one it was built from.
+    says where that began; for ``eager`` only. ``cuda_graphs``: who makes CUDA graphs of decode steps: ``own`` (this
+    runtime, the default on a GPU), ``tensorrt`` (TensorRT for RTX, of the engine alone) or ``none``. ``jit_cache``:
+    where to keep what TensorRT for RTX compiles: ``user`` (below ``~/.cache/qwen4exp-trt``), ``bundle`` (in its
+    folder), ``none``, or a folder. ``weight_maker``: makes the weights in place of the checkpoint, which need not be
+    there. Raises `BundleError` for a bundle that is damaged, of another version, without weights or too large for the
+    memory (before any of it is read), `CheckpointError` for a checkpoint that is not the one it was built from.
 
     Threads may share it: their requests run in the same steps.
     """
@@ -85,7 +88,12 @@ class LLM:
         disk_cache_bytes: int = DEFAULT_DISK_BYTES,
         snapshot_interval: int = DEFAULT_SNAPSHOT_INTERVAL,
         debug_nan: bool = False,
+        cuda_graphs: str | None = None,
+        jit_cache: str | Path = "user",
+        weight_maker: WeightMaker | None = None,
     ) -> None:
+        if weight_maker is not None and cache_dir is not None:
+            raise BundleError("cache_dir keeps states of the checkpoint's weights; leave it out with a weight_maker")
         self.speculative_config = SpeculativeConfig.parse(speculate) if isinstance(speculate, str) else speculate
         how = (prefix_cache_bytes, host_cache_bytes, cache_dir, disk_cache_bytes, snapshot_interval)
         caching = PrefixCacheOptions(*how) if enable_prefix_caching else None
@@ -97,10 +105,14 @@ class LLM:
             memory_reserve_bytes=memory_reserve_bytes,
             prefix_cache=caching,
             debug_nan=debug_nan,
+            cuda_graphs=cuda_graphs,
+            jit_cache=jit_cache,
             progress=progress,
+            weight_maker=weight_maker,
         )
         folder = _checked_path("bundle", bundle)
         self.manifest = Manifest.load(folder)
+        chosen = choose_backend(backend, device, folder, self.manifest, options)
         self.manifest.check_files(folder)
         limits = self.manifest.limits
         self.max_num_seqs = limits.max_batch_size if max_num_seqs is None else max_num_seqs
@@ -112,15 +124,13 @@ class LLM:
         self.tokenizer = Tokenizer.from_dir(folder)
         self.default_sampling_params = GenerationConfig.from_dir(folder).sampling_params
         self._chat_template = ChatTemplate.from_dir(folder)
-        loaded = make_backend(backend, device, folder, self.manifest, options)
+        loaded = load_backend(chosen, folder, self.manifest, options)
         assert loaded.memory_plan is not None
-        self.memory_plan, self._ngram_table = loaded.memory_plan, loaded.rows
+        self._backend, self.memory_plan, self._ngram_table = loaded, loaded.memory_plan, loaded.rows
         opener = prefix_cache_opener(self.manifest, backend, loaded.device, caching) if caching else None
         self.core = self._make_core(loaded, opener)
 
-    def _make_core(
-        self, loaded: EagerBackend | TensorRTBackend, opener: Callable[[SequenceStates], PrefixCache] | None
-    ) -> EngineCore:
+    def _make_core(self, loaded: ProgramBackend, opener: Callable[[SequenceStates], PrefixCache] | None) -> EngineCore:
         core = EngineCore(
             loaded,
             self.manifest.limits,
@@ -140,10 +150,12 @@ class LLM:
     def close(self) -> None:
         """Write to disk what the prefix cache keeps there. Nothing can be generated afterwards."""
         self.core.close()
-        self.close_files()
+        self.release()
 
-    def close_files(self) -> None:
-        """Let go of the files that steps read, and of the threads that read them."""
+    def release(self) -> None:
+        """Let go of the engine, of the files that steps read, and of the threads that read them."""
+        with self.core.lock:
+            self._backend.close()
         self._ngram_table.close()
 
     @property

@@ -20,6 +20,7 @@ from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.json_files import read_json_object
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.program_text import GRAPH_FILE, TABLES_FILE
+from qwen4exp_trt.runtime.specs import TensorSpec
 
 MANIFEST_FILE = "manifest.json"
 PROGRAM_DIR = "program"
@@ -27,12 +28,17 @@ ENGINE_FILE = "decoder.engine"
 ONNX_FILE = "decoder.onnx"
 LAYERS_FILE = "layers.json"
 KERNELS_DIR = "kernels"
+JIT_CACHE_DIR = "jit_cache"
+"""What TensorRT for RTX compiled when the bundle ran, if it was asked to keep it here: no file of the build."""
 DRAFT_DIR = "mtp"
 """The draft head's program, ONNX, engine and layers, under the names that those of the model have beside it."""
 TOKEN_IDS_FILE = f"{DRAFT_DIR}/token_ids.json"
 """The ids that the columns of a draft head's logits stand for, ascending; only there if they are not all."""
 
-FORMAT_VERSION = 2
+DEBUG_DIMS = ("T", "L")
+"""The dynamic dims that a debug output may have."""
+
+FORMAT_VERSION = 3
 
 _T = TypeVar("_T")
 
@@ -77,7 +83,13 @@ class DraftHead:
     """Whether they stand for some ids only, those in `TOKEN_IDS_FILE`."""
     profiles: dict[str, Any]
     """Of its engine, in engine order."""
+    debug_outputs: tuple[TensorSpec, ...]
+    """As those of `Manifest`."""
     passes: list[dict[str, Any]]
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DraftHead:
+        return cls(**{**data, "debug_outputs": _debug_outputs_from_json(data)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +131,19 @@ class Manifest:
     plugins: dict[str, int]
     """Version of every op that the program may call."""
     profiles: dict[str, Any]
+    debug_outputs: tuple[TensorSpec, ...]
+    """What the engine gives besides the program's outputs: values that plugins read, by their names in the ONNX, in the
+    order in which they are computed. Empty unless the build was asked for them."""
     passes: list[dict[str, Any]]
     draft: DraftHead | None
     """None for a bundle without a draft head."""
     tools: dict[str, str]
     files: dict[str, FileRef]
+
+    @property
+    def all_debug_outputs(self) -> tuple[TensorSpec, ...]:
+        """Those of the draft head's engine too."""
+        return self.debug_outputs + (() if self.draft is None else self.draft.debug_outputs)
 
     def save(self, folder: Path) -> None:
         text = json.dumps(asdict(self), indent=1) + "\n"
@@ -147,9 +167,15 @@ class Manifest:
     @classmethod
     def _from_json(cls, data: Mapping[str, Any]) -> Manifest:
         values = dict(data)
-        for name, kind in (("checkpoint", CheckpointRef), ("converted", CheckpointRef), ("calibration", Calibration)):
+        kinds = {
+            "checkpoint": CheckpointRef,
+            "converted": CheckpointRef,
+            "calibration": Calibration,
+            "draft": DraftHead,
+        }
+        for name, kind in kinds.items():
             values[name] = None if values[name] is None else _check_types(kind.from_json(values[name]))
-        values["draft"] = None if values["draft"] is None else _check_types(DraftHead(**values["draft"]))
+        values["debug_outputs"] = _debug_outputs_from_json(values)
         values["limits"] = EngineLimits(**values["limits"])
         values["stop_token_ids"] = tuple(map(operator.index, values["stop_token_ids"]))
         values["files"] = {name: FileRef(**ref) for name, ref in values["files"].items()}
@@ -158,7 +184,8 @@ class Manifest:
     def check_files(self, folder: Path) -> None:
         """`BundleError` naming every file that is missing, not the one that was built, or not in ``files``."""
         # Names that lead out of the folder are never found.
-        found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST_FILE}
+        paths = [path for path in folder.rglob("*") if path.is_file() and path.parent != folder / JIT_CACHE_DIR]
+        found = {path.relative_to(folder).as_posix() for path in paths} - {MANIFEST_FILE}
         problems = []
         for name in sorted(found | self.files.keys() | self._required_files()):
             path, ref = folder / name, self.files.get(name)
@@ -182,6 +209,13 @@ class Manifest:
         return names
 
 
+def _debug_outputs_from_json(data: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+    try:
+        return tuple(TensorSpec.from_json(spec, DEBUG_DIMS) for spec in data["debug_outputs"])
+    except BundleError as error:
+        raise ValueError(f"debug_outputs: {error}") from error
+
+
 def _check_types(instance: _T) -> _T:
     """``instance``; TypeError for a field that is not of its declared class."""
     for name, hint in get_type_hints(type(instance)).items():
@@ -203,4 +237,7 @@ def _check_versions(path: Path, data: Mapping[str, Any]) -> None:
     found = data["plugins"]
     if found != versions:
         differing = sorted(name for name in versions | found if versions.get(name) != found.get(name))
-        raise BundleError(f"{path}: its ops {', '.join(differing)} have other versions here; build the bundle again")
+        described = [
+            f"{name} (version {found.get(name, 'none')}, here {versions.get(name, 'none')})" for name in differing
+        ]
+        raise BundleError(f"{path}: its ops {', '.join(described)} have other versions here; build the bundle again")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError, CheckpointError
+from qwen4exp_trt.runtime.aligned_memory import aligned_empty
 from qwen4exp_trt.runtime.host_memory import map_into_gpu
 from qwen4exp_trt.runtime.piece_batch import Batch, Staging, batches_of
 from qwen4exp_trt.runtime.progress_line import Progress
@@ -123,8 +124,7 @@ def load_weights(
 
 
 def _allocate(described: Described, device: torch.device | str) -> Tensor:
-    shape, dtype = described
-    return torch.empty(shape, dtype=dtype, device=device)
+    return aligned_empty(*described, device)
 
 
 def _fill(

@@ -172,12 +172,13 @@ def _fixed_uses(
     limits, is_gpu = manifest.limits, device.type == "cuda"
     states = [state for program in programs for state in program.states]
     files = [manifest.files.get(name) for name in (ENGINE_FILE, f"{DRAFT_DIR}/{ENGINE_FILE}")]
+    marked = manifest.all_debug_outputs if len(programs) > 1 else manifest.debug_outputs
     engines = [0 if file is None else file.size for file in files]
     weights = {spec.name: spec.tensor.num_bytes({}) for program in programs for spec in program.weights}
     on_host = sum(size for name, size in weights.items() if name in manifest.host_weights)
     tables = [spec for program in programs for spec in program.inputs if isinstance(spec, NgramRowsSpec)]
     staged = sum(staged_row_bytes(spec, limits) for spec in tables)
-    rows = {"L": limits.max_logits_rows, "T": limits.max_step_tokens}
+    rows = limits.largest_step
     outputs = [output for program in programs for output in program.outputs]
     results = sum(output.num_bytes(rows) for output in outputs)
     # Besides, what is read of them: logits in float32, and copies of stacks.
@@ -193,6 +194,7 @@ def _fixed_uses(
         MemoryUse("n-gram rows of a step", staged * is_gpu),
         MemoryUse("activations and results of a step", manifest.activation_bytes + results),
         MemoryUse("engine", sum(engines[: len(programs)]) if runs_engine else 0),
+        MemoryUse("debug outputs", sum(spec.num_bytes(rows) for spec in marked) if runs_engine else 0),
         MemoryUse("CUDA context and buffers" if is_gpu else "buffers", _overhead(is_gpu)),
         *(MemoryUse(name, size) for name, size in options.other_uses.items()),
         *_cache_uses(options.prefix_cache, limits, state_bytes(states, 0, 1)),

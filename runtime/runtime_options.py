@@ -10,6 +10,7 @@ from typing import Any
 
 from qwen4exp_trt.runtime.backend import BACKENDS
 from qwen4exp_trt.runtime.command_line import byte_count
+from qwen4exp_trt.runtime.load_options import CudaGraphs
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,18 @@ RUNTIME_OPTIONS = (
         "4GiB, or a sixteenth of a smaller machine",
         byte_count,
         {"metavar": "SIZE"},
+    ),
+    RuntimeOption(
+        "cuda_graphs",
+        "who makes CUDA graphs of decode steps: this runtime, TensorRT for RTX, or nobody",
+        "own on a GPU",
+        more={"choices": list(CudaGraphs)},
+    ),
+    RuntimeOption(
+        "jit_cache",
+        "where to keep what TensorRT for RTX compiles: user (below ~/.cache), bundle (inside it), none, or a folder",
+        "user",
+        more={"metavar": "WHERE"},
     ),
     RuntimeOption("debug_nan", "of logits that are NaN, say in which module that began; slow, for eager", "no", None),
 )

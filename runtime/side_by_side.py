@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.plugins.number_formats import float_from_e4m3
+from qwen4exp_trt.runtime.layer_watch import LayerWatch
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.ngram_table import NgramTable, ResidentTable
 from qwen4exp_trt.runtime.program import Program
@@ -32,6 +33,16 @@ class Runner(Protocol):
     def draft(self) -> Runner | None: ...
 
     def run_step(self, inputs: Mapping[str, Tensor]) -> StepResult: ...
+
+
+class WatchedRunner(Runner, Protocol):
+    """One that may show values between its layers."""
+
+    @property
+    def debug_outputs(self) -> Mapping[str, Tensor]: ...
+
+    @property
+    def draft(self) -> WatchedRunner | None: ...
 
 
 _DECODE_STEPS = 3
@@ -116,28 +127,41 @@ class Difference:
 
 
 def compare(
-    steps: Sequence[Step], blocks_per_seq: int, expected: Runner, got: Runner, rows: NgramTable | None = None
+    steps: Sequence[Step],
+    blocks_per_seq: int,
+    expected: Runner,
+    got: WatchedRunner,
+    rows: NgramTable | None = None,
+    watches: Sequence[LayerWatch] = (),
 ) -> Iterator[list[Difference]]:
     """After each step the differences of every state, in the order of the layers, and then of the results.
 
     ``rows`` complete the inputs of both. Draft heads run the same rows behind the model, both on the stacks that
-    ``expected`` gives, so that a model that differs does not hide what the head does.
+    ``expected`` gives, so that a model that differs does not hide what the head does. ``watches`` look at the steps of
+    the model and of the draft head, op by op.
     """
+    watch, draft_watch = (*watches, None, None)[:2]
     for step in steps:
         inputs = (rows or ResidentTable()).complete(step.inputs(blocks_per_seq))
-        differences, stack = _compare_step(step.name, inputs, expected, got)
+        differences, stack = _compare_step(step.name, inputs, expected, got, watch)
         if expected.draft is not None and got.draft is not None:
             assert stack is not None
-            drafts, _ = _compare_step(step.name, {**inputs, STACK: stack}, expected.draft, got.draft, "draft head's ")
+            heads = expected.draft, got.draft, draft_watch
+            drafts, _ = _compare_step(step.name, {**inputs, STACK: stack}, *heads, "draft head's ")
             differences += drafts
         yield differences
 
 
 def _compare_step(
-    name: str, inputs: Mapping[str, Tensor], expected: Runner, got: Runner, owner: str = ""
+    name: str,
+    inputs: Mapping[str, Tensor],
+    expected: Runner,
+    got: WatchedRunner,
+    watch: LayerWatch | None = None,
+    owner: str = "",
 ) -> tuple[list[Difference], Tensor | None]:
     """The differences, and the stack that ``expected`` gives."""
-    results = expected.run_step(inputs), got.run_step(inputs)
+    results = watch.run_step(inputs, got) if watch else (expected.run_step(inputs), got.run_step(inputs))
     pairs = [(spec.name, expected.states[spec.name], got.states[spec.name]) for spec in expected.program.states]
     pairs.append((f"{owner}logits", results[0].logits, results[1].logits))
     if results[0].stack is not None and results[1].stack is not None:
@@ -145,15 +169,14 @@ def _compare_step(
     return [Difference(name, tensor, relative_rms(a, b)) for tensor, a, b in pairs], results[0].stack
 
 
-def check_difference(differences: Sequence[Difference], tolerance: float) -> float:
-    """The largest error; `BundleError` naming the first tensor beyond ``tolerance``."""
+def check_difference(differences: Sequence[Difference], tolerance: float, hint: str) -> None:
+    """`BundleError` naming the first tensor beyond ``tolerance``, and ending with ``hint``."""
     for difference in differences:
         if not difference.error <= tolerance:
             raise BundleError(
                 f"{difference.step}: the engine gives another {difference.tensor} than the program: relative error "
-                f"{difference.error:.3g}, tolerance {tolerance:g}; the layers before it agree"
+                f"{difference.error:.3g}, tolerance {tolerance:g}; the states before it agree; {hint}"
             )
-    return max(difference.error for difference in differences)
 
 
 def relative_rms(expected: Tensor, got: Tensor) -> float:

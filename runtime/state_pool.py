@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime.aligned_memory import aligned_empty
 from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS, StateSpec, extent_of
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
@@ -113,7 +114,7 @@ def allocate_states(
     shapes = [[extent_of(dim, extents) for dim in spec.shape] for spec in specs]
     try:
         return {
-            spec.name: torch.full(shape, spec.init, dtype=dtype_from_name(spec.dtype), device=device)
+            spec.name: aligned_empty(shape, dtype_from_name(spec.dtype), device).fill_(spec.init)
             for spec, shape in zip(specs, shapes, strict=True)
         }
     except RuntimeError as error:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 from model_zoo import tiny_config_dict, write_hf_checkpoint
@@ -56,10 +59,39 @@ def write_text_files(folder: Path) -> None:
 
 
 def build(checkpoint: Path, output: Path, **options: Any) -> Path:
-    """Build a bundle with float32 activations (no engine) within `LIMITS`, unless told otherwise."""
+    """Build a bundle with float32 activations (no engine) within `LIMITS`, unless told otherwise.
+
+    The tests that run on simulated engines get a stand-in for the engine with it.
+    """
     values = {"activation_dtype": "float32", **LIMITS} | options
+    if simulated_engines and values["activation_dtype"] == "float32":
+        return build_with_stand_in(checkpoint, output, **values)
     build_bundle(BuildOptions(checkpoint=checkpoint, output=output, **values))
     return output
+
+
+simulated_engines = False
+"""Whether `simulated_engines.py` runs what the tests load on engines."""
+
+
+def build_with_stand_in(checkpoint: Path, output: Path, **options: Any) -> Path:
+    """A bundle in which a short text stands for each engine: it is built without TensorRT, and may be float32.
+
+    All else is there: the ONNX, which the simulator executes in that dtype, the profiles, and a manifest that the
+    runtime checks like any other. It says nothing of what TensorRT makes of the model.
+    """
+    values = {"activation_dtype": "float32", **LIMITS} | options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BuildOptions, "has_engine", True)
+        patch.setattr(build_module, "build_engine", _stand_in)
+        patch.setattr(build_module, "compile_kernels", lambda *args: {})
+        build_bundle(BuildOptions(checkpoint=checkpoint, output=output, **values))
+    return output
+
+
+def _stand_in(trt: Any, model: onnx.ModelProto, profiles: Mapping[str, Any], target: str) -> EngineBuild:
+    digest = hashlib.sha256(model.SerializeToString(deterministic=True)).hexdigest()
+    return EngineBuild(f"stands for the engine of {digest}".encode(), {"activation_bytes": dict.fromkeys(profiles, 0)})
 
 
 @cache

@@ -12,6 +12,8 @@ import torch
 from released_model import ReleasedExport, export_released
 from torch._subclasses import FakeTensor
 
+pytest_plugins = ["simulated_engines"]
+
 TIME_LIMIT_S = 120
 
 

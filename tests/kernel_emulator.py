@@ -73,10 +73,22 @@ def _pointer(name: str, tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def execute_emulated(plan: Plan, pointers: Mapping[str, int], reverse: bool = False) -> None:
-    """Run ``plan`` on CPU memory by name. AssertionError if a kernel leaves a semaphore or never ends."""
-    scratch = torch.full((plan.scratch_bytes + 1,), 255, dtype=torch.uint8)
-    semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32)
+def execute_emulated(
+    plan: Plan,
+    pointers: Mapping[str, int],
+    reverse: bool = False,
+    scratch: int | None = None,
+    semaphores: int | None = None,
+) -> None:
+    """Run ``plan`` on CPU memory by name. AssertionError if a kernel leaves a semaphore or never ends.
+
+    ``scratch`` and ``semaphores`` are addresses as `plugins.execute.execute` has them; None for memory of its own.
+    """
+    own_scratch = torch.full((plan.scratch_bytes + 1,), 255, dtype=torch.uint8)
+    own_semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32)
+    scratch_address = own_scratch.data_ptr() if scratch is None else scratch
+    counters = own_semaphores.data_ptr() if semaphores is None else semaphores
+    left_behind = (ctypes.c_int32 * NUM_SEMAPHORES).from_address(counters)
 
     def cell(arg: Any) -> Any:
         if isinstance(arg, F32):
@@ -85,7 +97,7 @@ def execute_emulated(plan: Plan, pointers: Mapping[str, int], reverse: bool = Fa
             return ctypes.c_int32(arg)
         if isinstance(arg, TensorRef):
             return ctypes.c_void_p(pointers[arg.name])
-        base = scratch.data_ptr() + arg.offset if isinstance(arg, ScratchRef) else semaphores.data_ptr() + 4 * arg.index
+        base = scratch_address + arg.offset if isinstance(arg, ScratchRef) else counters + 4 * arg.index
         assert isinstance(arg, ScratchRef | SemaphoreRef), arg
         return ctypes.c_void_p(base)
 
@@ -94,7 +106,7 @@ def execute_emulated(plan: Plan, pointers: Mapping[str, int], reverse: bool = Fa
         addresses = (ctypes.c_void_p * len(cells))(*[ctypes.addressof(c) for c in cells])
         result = _compiled(launch.kernel)(*launch.grid, launch.threads, launch.shared_bytes, addresses, int(reverse))
         assert result == 0, f"{launch.kernel.entry}: threads of a block wait for each other for ever"
-        assert not semaphores.any(), f"{launch.kernel.entry} left a semaphore behind"
+        assert not any(left_behind), f"{launch.kernel.entry} left a semaphore behind"
 
 
 @cache

@@ -9,6 +9,7 @@ from qwen4exp_trt.runtime.calibration import Calibration
 from qwen4exp_trt.runtime.file_identity import FileIdentity
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import CheckpointRef, DraftHead, FileRef, Manifest
+from qwen4exp_trt.runtime.specs import TensorSpec
 
 
 def make_manifest(folder: Path) -> Manifest:
@@ -40,8 +41,15 @@ def make_manifest(folder: Path) -> Manifest:
         converted=CheckpointRef("/beside", {"abc.safetensors": FileIdentity(99, "2" * 64)}),
         plugins={name: spec.version for name, spec in all_specs().items()},
         profiles={"decode": {"input_ids": [[1], [4], [8]]}},
+        debug_outputs=(TensorSpec("layers.0.mlp.out_proj.linear", ("T", 32), "bfloat16"),),
         passes=[{"name": "drop_dead_code", "rewrites": 3, "max_error": None}],
-        draft=DraftHead(vocab_size=48, has_token_ids=True, profiles={"decode": {"stack": [[1, 8]]}}, passes=[]),
+        draft=DraftHead(
+            vocab_size=48,
+            has_token_ids=True,
+            profiles={"decode": {"stack": [[1, 8]]}},
+            debug_outputs=(TensorSpec("mtp.fc_hidden.linear", ("L", 32), "bfloat16"),),
+            passes=[],
+        ),
         tools={"torch": "2.11"},
         files={name: FileRef.of(folder / name) for name in names},
     )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from qwen4exp_trt.runtime import LLM, RequestOutput
+from qwen4exp_trt.runtime.program_backend import ProgramBackend
 from qwen4exp_trt.runtime.sampler import SampleRequest
 from qwen4exp_trt.runtime.step_result import SampledStep
 
@@ -22,6 +23,13 @@ def generated(output: RequestOutput) -> list[int]:
     """The ids of the only output."""
     (completion,) = output.outputs
     return completion.token_ids
+
+
+def loaded_backend(llm: LLM) -> ProgramBackend:
+    """What ``llm`` runs steps on, with its weights and states."""
+    backend = llm.core.backend
+    assert isinstance(backend, ProgramBackend)
+    return backend
 
 
 def assert_idle(llm: LLM) -> None:

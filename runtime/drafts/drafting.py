@@ -18,10 +18,9 @@ from qwen4exp_trt.runtime.state_pool import StatePool
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # they import this package
-    from qwen4exp_trt.runtime.backend import EagerBackend
+    from qwen4exp_trt.runtime.program_backend import ProgramBackend
     from qwen4exp_trt.runtime.scheduler import ScheduledSequence
     from qwen4exp_trt.runtime.sequence import Sequence
-    from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 
 
 class Proposer(Protocol):
@@ -52,7 +51,7 @@ class Proposer(Protocol):
 
 def make_drafting(
     config: SpeculativeConfig | None,
-    head: EagerBackend | TensorRTBackend | None,
+    head: ProgramBackend | None,
     manifest: Manifest,
     tokenizer: Tokenizer | None,
 ) -> Drafting | None:

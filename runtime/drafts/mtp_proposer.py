@@ -30,11 +30,10 @@ from qwen4exp_trt.runtime.step_inputs import pack_step
 from qwen4exp_trt.runtime.step_result import DrawnStep
 
 if TYPE_CHECKING:  # they import this package
-    from qwen4exp_trt.runtime.backend import EagerBackend
+    from qwen4exp_trt.runtime.program_backend import ProgramBackend
     from qwen4exp_trt.runtime.scheduler import ScheduledSequence
     from qwen4exp_trt.runtime.sequence import Sequence
     from qwen4exp_trt.runtime.sequence_memory import Memory
-    from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class MtpProposer:
 
     def __init__(
         self,
-        head: EagerBackend | TensorRTBackend,
+        head: ProgramBackend,
         max_drafts: int,
         block_size: int,
         vocab_size: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,9 +31,11 @@ class IOTensor:
         return f"{'input' if self.is_input else 'output'} {self.dtype} {list(self.shape)}"
 
 
-def check_io_tensors(folder: Path, trt: ModuleType, engine: Any, program: Program) -> None:
+def check_io_tensors(
+    folder: Path, trt: ModuleType, engine: Any, program: Program, debug_outputs: Iterable[TensorSpec] = ()
+) -> None:
     """`BundleError` naming every tensor that the engine or the program lacks, or that they have differently."""
-    expected, found = program_tensors(program), engine_tensors(trt, engine)
+    expected, found = program_tensors(program, debug_outputs), engine_tensors(trt, engine)
     problems = []
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
@@ -55,11 +58,11 @@ def engine_tensors(trt: ModuleType, engine: Any) -> dict[str, IOTensor]:
     }
 
 
-def program_tensors(program: Program) -> dict[str, IOTensor]:
-    """What the engine of a program has: inputs, states and weights in, outputs and updated states out."""
+def program_tensors(program: Program, debug_outputs: Iterable[TensorSpec] = ()) -> dict[str, IOTensor]:
+    """What the engine of a program has. In: inputs, states, weights. Out: outputs, updated states, marked values."""
     inputs = (*program.inputs, *program.states, *(weight.tensor for weight in program.weights))
     expected = {spec.name: _io_tensor(spec, is_input=True) for spec in inputs}
-    expected |= {spec.name: _io_tensor(spec, is_input=False) for spec in program.outputs}
+    expected |= {spec.name: _io_tensor(spec, is_input=False) for spec in (*program.outputs, *debug_outputs)}
     return expected | {spec.out_name: _io_tensor(spec, is_input=False) for spec in program.states}
 
 

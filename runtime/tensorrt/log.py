@@ -7,10 +7,12 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from qwen4exp_trt.plugins.tensorrt import take_callback_errors
+
 
 def make_log(trt: ModuleType, keeps_verbose: Callable[[str], bool] = lambda message: False) -> Any:
     """An ``ILogger`` with ``messages`` (all but the verbose ones that ``keeps_verbose`` refuses), ``errors``, and
-    ``problems()``, the errors in one line."""
+    ``problems()``, the errors and those of plugins in one line."""
     return _log_class(trt)(keeps_verbose)
 
 
@@ -34,6 +36,7 @@ def _log_class(trt: ModuleType) -> type:
                 self.errors.append(message)
 
         def problems(self) -> str:
+            self.errors[:0] = take_callback_errors()  # they are the cause of what TensorRT logs
             return "; ".join(dict.fromkeys(map(one_line, self.errors))) or "TensorRT logged no error"
 
     return Log

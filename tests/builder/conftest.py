@@ -56,7 +56,9 @@ def quick_builds() -> Iterator[None]:
 def quick(compiled: CompiledProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     """Builds take the program compiled before and a stand-in for the engine: for what happens around them."""
 
-    def compile_quickly(config: Any, options: Any, quantization: Any, stage: Callable[[str], None]) -> CompiledProgram:
+    def compile_quickly(
+        config: Any, options: Any, quantization: Any, stage: Callable[[str], None], mark_inputs_of: Any
+    ) -> CompiledProgram:
         for name in ("export", "passes", "lower"):
             stage(name)
         return compiled

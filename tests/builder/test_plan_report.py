@@ -18,7 +18,8 @@ from qwen4exp_trt.builder import plan as plan_module
 from qwen4exp_trt.builder.__main__ import main
 from qwen4exp_trt.builder.engine import EngineBuild
 from qwen4exp_trt.builder.plan import DEVICES, PleResidency, make_plan
-from qwen4exp_trt.builder.plan_report import format_plan
+from qwen4exp_trt.builder.plan_report import describe_misfit, format_plan
+from qwen4exp_trt.runtime.specs import TensorSpec
 
 
 def plan_rows(out: str) -> dict[str, str]:
@@ -45,6 +46,21 @@ def test_options_and_formats() -> None:
     on_device = plan_rows(format_plan(make_plan(replace(on_disk, ple_residency=PleResidency.DEVICE))))
     assert on_device["n-gram table"].split() == ["47.68", "GiB", "2.56", "kB", "fp8"]
     assert "n-gram rows" not in on_device
+
+
+def test_debug_outputs_are_in_the_total() -> None:
+    """With fewer tokens in a step they take less; one that makes the plan not fit is said to."""
+    marked = tuple(TensorSpec(f"value_{i}", ("T", 2**10), "bfloat16") for i in range(6))
+    plan = released_plan({})
+    more = plan.with_debug_outputs(marked)
+    assert more.total_bytes - plan.total_bytes == more.debug_bytes == 6 * 2048 * 2**11
+    assert plan_rows(format_plan(more))["debug outputs"] == "24.00 MiB                  6 plugin inputs that are marked"
+    assert "debug outputs" not in plan_rows(format_plan(plan))
+    limits = replace(plan.request.limits, prefill_chunk=64)
+    assert make_plan(replace(more.request, limits=limits)).debug_bytes == more.debug_bytes / 32
+    huge = plan.with_debug_outputs((TensorSpec("huge", ("T", 2**25), "bfloat16"),))
+    said = describe_misfit(huge)
+    assert said is not None and "128.00 GiB of it is what --mark-plugin-inputs marks: give it patterns that" in said
 
 
 def test_activation_memory_is_that_of_one_profile() -> None:

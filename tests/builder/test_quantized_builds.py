@@ -155,7 +155,9 @@ def test_passes_are_verified_with_an_exact_kv_cache(
     """In FP8 the last bit in which a pass may differ would become a whole step of a key or value."""
     exports: list[tuple[str, str, bool]] = []
 
-    def record(config: Any, options: Any, quantization: Any, stage: Callable[..., None], verifier: Any) -> Any:
+    def record(
+        config: Any, options: Any, quantization: Any, stage: Callable[..., None], verifier: Any, **_: Any
+    ) -> Any:
         exports.append((options.activation_dtype, options.kv_cache_dtype, verifier is not None))
         return compile_program(config, options, quantization, stage)
 

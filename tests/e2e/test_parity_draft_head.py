@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from model_zoo import build_draft_head, tiny_config_dict, write_hf_checkpoint
 from torch import Tensor
 
-from qwen4exp_trt.runtime.backend import EagerBackend, make_backend
+from qwen4exp_trt.runtime.backend import EagerBackend, choose_backend, load_backend
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS
 from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import Manifest
@@ -65,7 +65,8 @@ def make_drafting(folder: Path, dtype: str = "float32", **overrides: Any) -> Dra
     write_hf_checkpoint(folder / "checkpoint", config, dtype=dtype)
     bundle = build(folder / "checkpoint", folder / "bundle", activation_dtype=dtype, backend="tensorrt-rtx", **LIMITS)
     options = LoadOptions(num_blocks=4 * 64, with_draft_head=True)
-    backend = make_backend("eager", None, bundle, Manifest.load(bundle), options)
+    manifest = Manifest.load(bundle)
+    backend = load_backend(choose_backend("eager", None, bundle, manifest, options), bundle, manifest, options)
     assert isinstance(backend, EagerBackend)
     head = build_draft_head(config, dtype=dtype)
     return Drafting(load_reference(folder / "checkpoint", dtype), head, backend, folder / "checkpoint")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import struct
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +10,9 @@ import onnx
 import pytest
 import torch
 from kernel_emulator import NUM_SMS, execute_emulated, run_emulated
-from onnx import helper
 from op_checks import equal_bits
 from torch import Tensor
 
-from qwen4exp_trt.builder.engine import EngineBuild, build_engine
-from qwen4exp_trt.builder.onnx_graph import OPSET, PLUGIN_OPSET, value_info
 from qwen4exp_trt.errors import PluginError
 from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec, element_shape
@@ -34,15 +29,6 @@ pytestmark = pytest.mark.trt
 
 SPECS = [pytest.param(spec, id=spec.name) for spec in plugin_specs().values()]
 BF16 = torch.bfloat16
-TRT_NAMES = {
-    BF16: "BFloat16",
-    torch.float32: "Float",
-    torch.int32: "Int32",
-    torch.int64: "Int64",
-    torch.float8_e4m3fn: "FP8",
-    torch.float4_e2m1fn_x2: "FP4",
-}
-TARGET = "sm121"
 
 
 @pytest.fixture(scope="module")
@@ -62,59 +48,6 @@ def operands(spec: OpSpec) -> dict[str, Any]:
 
 def attrs_of(spec: OpSpec) -> dict[str, Any]:
     return {attr.name: operands(spec)[attr.name] for attr in spec.attrs}
-
-
-def results(spec: OpSpec) -> dict[str, Tensor]:
-    """What the op gives for the sample operands: its outputs, then its states."""
-    args = [operands(spec)[arg.name] for arg in (*spec.inputs, *spec.attrs)]
-    args = [value.clone() if isinstance(value, Tensor) else value for value in args]
-    outputs = spec.overload(*args)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    states = [value for value, arg in zip(args, spec.inputs, strict=False) if arg.mutated]
-    names = [arg.name for arg in spec.outputs] + [f"{arg.name}_out" for arg in spec.states]
-    return dict(zip(names, [*outputs, *states], strict=True))
-
-
-@cache
-def one_node_engine(op_name: str) -> EngineBuild:
-    """An engine of the op alone, with the shapes of its sample operands."""
-    spec = plugin_specs()[op_name]
-    attrs = attrs_of(spec) | {"plugin_version": str(spec.version)}
-    inputs, outputs = [arg.name for arg in spec.inputs], results(spec)
-    node = helper.make_node(spec.onnx_op_type, inputs, list(outputs), spec.name, domain=NAMESPACE, **attrs)
-    graph = helper.make_graph(
-        [node],
-        spec.name,
-        [value_info(name, operands(spec)[name].dtype, operands(spec)[name].shape) for name in inputs],
-        [value_info(name, tensor.dtype, tensor.shape) for name, tensor in outputs.items()],
-    )
-    opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(NAMESPACE, PLUGIN_OPSET)]
-    model = helper.make_model(graph, opset_imports=opsets)
-    return build_engine(load_trt("tensorrt-rtx"), model, {"static": {}}, TARGET)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_outputs_and_aliased_states_have_the_types_of_the_op(spec: OpSpec) -> None:
-    found = {t["name"]: (t["dtype"], t["dims"]) for t in one_node_engine(spec.name).layers["io_tensors"]}
-    for name, tensor in {**operands(spec), **results(spec)}.items():
-        if isinstance(tensor, Tensor):
-            assert found.pop(name) == (TRT_NAMES[tensor.dtype], element_shape(tensor.shape, tensor.dtype)), name
-    assert not found
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_attributes_are_stored_in_the_engine(spec: OpSpec) -> None:
-    engine = one_node_engine(spec.name).engine
-    for attr in spec.attrs:
-        value = attrs_of(spec)[attr.name]
-        codes = {"int": "i", "float": "f", "int[]": f"{len(value) if attr.type == 'int[]' else 0}i"}
-        stored = value.encode() if attr.type == "str" else struct.pack(codes[attr.type], *_as_list(value))
-        behind_name = engine.split(attr.name.encode())[1:]
-        assert any(stored in part[:200] for part in behind_name), attr.name
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 @pytest.mark.parametrize("spec", SPECS)

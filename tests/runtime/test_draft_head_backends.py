@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from bundles import LIMITS, build, config_dict, write_text_files
+from cpu_stream import CpuStream
 from draft_head_steps import Rows, run_pairs, step_inputs
 from hf_parity import SELF_BOUND, random_prompt, relative_error
 from model_zoo import write_hf_checkpoint
@@ -33,6 +34,7 @@ from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
+pytestmark = pytest.mark.eager("compares both backends itself")
 PAGES = 8
 PROMPT = random_prompt(40, seed=1, vocab_size=300)
 NUM_IDS = 48
@@ -181,7 +183,7 @@ def test_experts_in_fp8_are_what_they_mean(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def both(engine_bundle: Path) -> tuple[EagerBackend, TensorRTBackend, SimulatedTensorRT]:
     trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), engine_bundle)
-    engines = engines_of(trt, engine_bundle, Manifest.load(engine_bundle), load(engine_bundle))
+    engines = engines_of(trt, engine_bundle, Manifest.load(engine_bundle), load(engine_bundle), make_stream=CpuStream)
     return load(engine_bundle), engines, trt
 
 
@@ -201,7 +203,7 @@ def test_engines_give_what_the_programs_do(both: tuple[EagerBackend, TensorRTBac
     assert all(trt.calls.values()), trt.calls
     for name, state in eager.states.items():
         assert torch.equal(state, engines.states[name]), name
-    assert engines._activations.data_ptr() == engines.draft._activations.data_ptr()
+    assert engines.session.activations.data_ptr() == engines.draft.session.activations.data_ptr()
 
 
 @pytest.mark.trt
@@ -236,7 +238,7 @@ def test_a_draft_head_changes_no_text(bundle: Path, without: Path) -> None:
 
 def verify_bundle(bundle: Path, trt: SimulatedTensorRT, **values: Any) -> None:
     args = parse_args([str(bundle), "--device", "cpu"])
-    verify(argparse.Namespace(**{**vars(args), **values}), trt)
+    verify(argparse.Namespace(**{**vars(args), **values}), trt, CpuStream)
 
 
 @pytest.mark.trt
@@ -253,8 +255,8 @@ def test_verify_compares_the_draft_head_too(engine_bundle: Path, capsys: pytest.
 def test_verify_names_what_of_the_draft_head_differs(engine_bundle: Path) -> None:
     """The head's engine damaged, while the model's is right."""
     trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), engine_bundle)
-    assert trt.draft is not None
-    run = trt.draft[1]._run_node
+    assert len(trt.engine_files) == 2
+    run = trt.engine_files[1].program._run_node
 
     def damaged(node: Any, operands: list[Tensor]) -> Any:
         outputs = run(node, operands)
@@ -262,7 +264,7 @@ def test_verify_names_what_of_the_draft_head_differs(engine_bundle: Path) -> Non
             (outputs[0] if isinstance(outputs, list) else outputs).mul_(1.5)
         return outputs
 
-    trt.draft[1]._run_node = damaged  # type: ignore[method-assign]
+    trt.engine_files[1].program._run_node = damaged  # type: ignore[method-assign]
     with pytest.raises(BundleError, match=r"the engine gives another mtp\.layers\.0\.self_attn\.kv_cache than"):
         verify_bundle(engine_bundle, trt)
 
@@ -276,7 +278,7 @@ def test_engines_draft_what_the_programs_do(engine_bundle: Path) -> None:
         llm = LLM(engine_bundle, speculate="mtp:3")
         if has_engines:
             assert isinstance(llm.core.backend, EagerBackend) and llm.core.drafting is not None
-            engines = engines_of(trt, engine_bundle, llm.manifest, llm.core.backend)
+            engines = engines_of(trt, engine_bundle, llm.manifest, llm.core.backend, make_stream=CpuStream)
             llm.core.backend = engines
             llm.core.drafting.proposer._head = engines.draft  # pyright: ignore[reportAttributeAccessIssue]
         params = [

@@ -170,15 +170,16 @@ def test_every_eos_ends_an_output_unless_ignored(llm: LLM, eos: int, monkeypatch
     """The eos of the config and that of the generation config; the head is moved to favour it."""
     assert set(llm.manifest.stop_token_ids) == {bundles.ENDOFTEXT, bundles.IM_END}
     backend = llm.core.backend
-    original = backend._execute
 
-    def favour_eos(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        results = original(inputs)
-        logits = results["logits"].clone()
-        logits[:, eos] = 1e3
-        return {**results, "logits": logits}
+    class FavoursEos:
+        prefetch = staticmethod(backend.prefetch)
 
-    monkeypatch.setattr(backend, "_execute", favour_eos)
+        def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+            logits = backend.run(inputs)
+            logits[:, eos] = 1e3
+            return logits
+
+    monkeypatch.setattr(llm.core, "backend", FavoursEos())
     output = llm.generate(TEXT, SamplingParams(temperature=0, max_tokens=3))[0].outputs[0]
     assert (output.token_ids, output.finish_reason, output.stop_reason) == ([eos], "stop", eos)
     assert output.text == ""

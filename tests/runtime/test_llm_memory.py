@@ -10,11 +10,10 @@ from typing import Any
 import bundles
 import pytest
 import torch
-from serving import assert_idle, generated, ids, observed_steps
+from serving import assert_idle, generated, ids, loaded_backend, observed_steps
 
 from qwen4exp_trt.errors import BundleError, RequestError
 from qwen4exp_trt.runtime import LLM, SamplingParams
-from qwen4exp_trt.runtime.backend import EagerBackend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 TEXT = "the quick brown fox"
@@ -52,8 +51,7 @@ def test_bad_number_of_pages(tiny_bundle: Path, num_blocks: Any) -> None:
 def test_loading_reports_the_bytes_of_the_weights(tiny_bundle: Path) -> None:
     seen: list[tuple[int, int]] = []
     llm = LLM(tiny_bundle, progress=lambda *numbers: seen.append(numbers))
-    backend = llm.core.backend
-    assert isinstance(backend, EagerBackend)
+    backend = loaded_backend(llm)
     total = sum(weight.nbytes for weight in backend.weights.values())
     assert {numbers[1] for numbers in seen} == {total}
     assert seen == sorted(seen) and seen[-1] == (total, total)
@@ -61,8 +59,7 @@ def test_loading_reports_the_bytes_of_the_weights(tiny_bundle: Path) -> None:
 
 def test_weights_are_no_pages_of_mapped_files(tiny_bundle: Path) -> None:
     """Those would be page cache, which takes a GPU's memory where that is the CPU's, too."""
-    backend = LLM(tiny_bundle).core.backend
-    assert isinstance(backend, EagerBackend)
+    backend = loaded_backend(LLM(tiny_bundle))
     mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if ".safetensors" in line]
     ranges = [tuple(int(bound, 16) for bound in line[0].split("-")) for line in mapped]
     for name, weight in backend.weights.items():
@@ -78,8 +75,7 @@ def test_a_path_that_is_none(tiny_bundle: Path, name: str, value: Any) -> None:
 
 def test_poisoned_weights_fail_the_request_and_leave_no_memory_taken(tiny_bundle: Path) -> None:
     llm = LLM(tiny_bundle)
-    backend = llm.core.backend
-    assert isinstance(backend, EagerBackend)
+    backend = loaded_backend(llm)
     (head,) = (weight for name, weight in backend.weights.items() if name.startswith("lm_head"))
     healthy = head[0].clone()
     head[0] = torch.nan

@@ -72,6 +72,21 @@ def test_field_of_another_type(tmp_path: Path, name: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     "damage",
+    [{"shape": ["B", 4]}, {"shape": [-1]}, {"dtype": "float16"}, {"name": None, "shape": None}],
+    ids=str,
+)
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_damaged_debug_outputs(tmp_path: Path, damage: dict[str, Any], is_draft: bool) -> None:
+    """Memory is allocated for them: a dim must have an extent."""
+    data = asdict(make_manifest(tmp_path))
+    part = data["draft"] if is_draft else data
+    part["debug_outputs"] = [{**part["debug_outputs"][0], **damage}]
+    change(tmp_path, draft=data["draft"], debug_outputs=data["debug_outputs"])
+    assert "damaged (" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
     [{"scales": {"a": scale}} for scale in (0.0, -1.0, math.inf, math.nan, None, "1", 1)]
     + [{"scales": 0.5}, {"scales": ["a"]}, {"text": None}, {"sha256": 7}, {"num_tokens": "all"}, {"of_old": 1}],
     ids=str,
@@ -134,7 +149,8 @@ def test_other_op_versions_are_named(tmp_path: Path) -> None:
     first, second, *_ = sorted(plugins)
     changed = {name: version for name, version in plugins.items() if name != second}
     change(tmp_path, plugins=changed | {first: 99, "unknown_op": 1})
-    assert f"its ops {first}, {second}, unknown_op have other versions here" in refused(tmp_path)
+    described = f"{first} (version 99, here 1), {second} (version none, here 1), unknown_op (version 1, here none)"
+    assert f"its ops {described} have other versions here" in refused(tmp_path)
 
 
 def test_missing_and_changed_files_are_all_named(tmp_path: Path) -> None:

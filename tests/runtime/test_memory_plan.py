@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,17 @@ from typing import Any
 import bundles
 import pytest
 import torch
+from serving import loaded_backend
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM, memory_plan
-from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.cuda_device import limit_allocations
 from qwen4exp_trt.runtime.load_options import LoadOptions
-from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, Manifest
+from qwen4exp_trt.runtime.manifest import PROGRAM_DIR, DraftHead, Manifest
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan, plan_memory
 from qwen4exp_trt.runtime.prefix_cache.options import PrefixCacheOptions
 from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.specs import TensorSpec
 
 MIB, GIB = 2**20, 2**30
 FULL_BATCH = bundles.LIMITS["max_batch_size"] * bundles.LIMITS["max_seq_len"] // bundles.LIMITS["block_size"]
@@ -48,13 +50,31 @@ def uses(found: MemoryPlan) -> dict[str, int]:
 
 def test_the_figures_are_those_of_what_is_loaded(tiny_bundle: Path) -> None:
     llm = LLM(tiny_bundle, num_blocks=5)
-    backend = llm.core.backend
-    assert isinstance(backend, EagerBackend)
+    backend = loaded_backend(llm)
     states, found = backend.states, uses(llm.memory_plan)
     assert found["weights"] == sum(weight.nbytes for weight in backend.weights.values())
     assert found["5 pages of 8 tokens"] + found["states of 3 sequences"] == sum(s.nbytes for s in states.values())
     assert found["5 pages of 8 tokens"] == 5 * llm.memory_plan.page_bytes
     assert llm.memory_plan.to_dict()["uses"] == found
+
+
+def test_debug_outputs_are_counted_for_an_engine(tiny_bundle: Path) -> None:
+    """Those of the draft head if it is loaded, each of as many rows as a step can have."""
+    program, manifest = load_program(tiny_bundle / PROGRAM_DIR), Manifest.load(tiny_bundle)
+    head = DraftHead(
+        vocab_size=9,
+        has_token_ids=False,
+        profiles={},
+        debug_outputs=(TensorSpec("mtp.a", ("L", 3), "float32"),),
+        passes=[],
+    )
+    marked = (TensorSpec("a", ("T", 5), "bfloat16"), TensorSpec("b", ("L",), "int64"))
+    manifest = replace(manifest, debug_outputs=marked, draft=head)
+    limits, options, cpu = manifest.limits, LoadOptions(num_blocks=1), torch.device("cpu")
+    own = limits.max_step_tokens * 5 * 2 + limits.max_logits_rows * 8
+    for programs, expected in (([program], own), ([program] * 2, own + limits.max_logits_rows * 3 * 4)):
+        assert uses(plan_memory(programs, manifest, options, cpu, runs_engine=True))["debug outputs"] == expected
+        assert "debug outputs" not in uses(plan_memory(programs, manifest, options, cpu))
 
 
 def test_a_full_batch_is_the_default_and_the_most(tiny_bundle: Path, machine: SimpleNamespace) -> None:

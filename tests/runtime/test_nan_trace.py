@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from serving import generated, ids
+from serving import generated, ids, loaded_backend
 
 from qwen4exp_trt.errors import BundleError, DroppedError
 from qwen4exp_trt.runtime import LLM, SamplingParams
-from qwen4exp_trt.runtime.backend import EagerBackend
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [ids(list(range(20, 40))), ids([7, 8, 9])]
@@ -27,8 +26,7 @@ def watched(tiny_bundle: Path) -> LLM:
 @contextmanager
 def poisoned(llm: LLM, name: str, row: Any = 0) -> Iterator[str]:
     """NaN in a weight or state; its full name."""
-    backend = llm.core.backend
-    assert isinstance(backend, EagerBackend)
+    backend = loaded_backend(llm)
     tensors = {**backend.weights, **backend.states}
     (found,) = (each for each in tensors if each == name or each.startswith(f"{name}:") or each.endswith(name))
     healthy = tensors[found][row].clone()
@@ -44,8 +42,7 @@ def dropped(llm: LLM, prompt: Any = PROMPTS[0]) -> str:
 
 
 def weight_of(llm: LLM, prefix: str) -> str:
-    backend = llm.core.backend
-    assert isinstance(backend, EagerBackend)
+    backend = loaded_backend(llm)
     return next(name for name in backend.weights if name.startswith(prefix))
 
 

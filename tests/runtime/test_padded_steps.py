@@ -7,14 +7,15 @@ from collections.abc import Mapping
 import pytest
 import torch
 from packed_steps import STEPS
+from serving import loaded_backend
 from torch import Tensor
 
 from qwen4exp_trt.runtime import LLM
-from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape, captured_shape
+from qwen4exp_trt.runtime.program_backend import ProgramBackend
 
 
-def padded(backend: EagerBackend, inputs: Mapping[str, Tensor], shape: StepShape) -> dict[str, Tensor]:
+def padded(backend: ProgramBackend, inputs: Mapping[str, Tensor], shape: StepShape) -> dict[str, Tensor]:
     """``inputs`` as a graph of ``shape`` gets them."""
     layout = InputLayout(backend.program.inputs, shape)
     buffer = torch.full((layout.num_bytes,), 99, dtype=torch.uint8)
@@ -23,12 +24,11 @@ def padded(backend: EagerBackend, inputs: Mapping[str, Tensor], shape: StepShape
 
 
 @pytest.fixture
-def backend(llm: LLM) -> EagerBackend:
-    assert isinstance(llm.core.backend, EagerBackend)
-    return llm.core.backend
+def backend(llm: LLM) -> ProgramBackend:
+    return loaded_backend(llm)
 
 
-def test_padded_steps_equal_unpadded_ones(llm: LLM, backend: EagerBackend) -> None:
+def test_padded_steps_equal_unpadded_ones(llm: LLM, backend: ProgramBackend) -> None:
     logits: list[list[Tensor]] = []
     states: list[dict[str, Tensor]] = []
     for is_padded in (False, True):

@@ -9,7 +9,6 @@ import bundles
 import pytest
 import torch
 from full_size_program import choose_formats
-from random_model import random_weights
 from released_model import BLOCK_SIZE, released_config
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from qwen4exp_trt.builder.compile import ExportOptions, transform_config
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
+from qwen4exp_trt.runtime.bench.random_weights import RandomWeights
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
@@ -160,7 +160,7 @@ def test_released_sizes_in_chunks(precision: str) -> None:
     limits = EngineLimits(max_batch_size=1, max_seq_len=4096, prefill_chunk=4096, block_size=BLOCK_SIZE)
     device = torch.device("cuda", torch.cuda.current_device())
     states = allocate_states(program.states, limits.blocks_per_seq, limits.num_slots, device)
-    backend = EagerBackend(program, states, random_weights(program, device), limits, device)
+    backend = EagerBackend(program, states, RandomWeights().make_weights(program.weights, device), limits, device)
     token_ids = torch.randint(
         config.vocab_size, (RELEASED_TOKENS,), generator=torch.Generator().manual_seed(0)
     ).tolist()

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from serving import assert_idle, generated, ids
+from serving import assert_idle, generated, ids, loaded_backend
 
 from qwen4exp_trt.errors import DroppedError, RequestError
 from qwen4exp_trt.runtime import LLM, AsyncLLM, RequestOutput, SamplingParams, StreamChunk
-from qwen4exp_trt.runtime.backend import EagerBackend
 
 NUM_TOKENS = 14
 PARAMS = [
@@ -128,8 +127,7 @@ def test_a_stop_string_across_tokens_ends_a_stream_before_it(tiny_bundle: Path, 
 
 def test_nan_in_one_request_leaves_the_others(tiny_bundle: Path, expected: list[list[int]]) -> None:
     async def main(llm: AsyncLLM) -> None:
-        backend = llm._llm.core.backend
-        assert isinstance(backend, EagerBackend)
+        backend = loaded_backend(llm._llm)
         damaged = llm.generate(PROMPTS[0], params_of(0))
         await anext(damaged)
         others = [asyncio.create_task(llm.complete(PROMPTS[index], params_of(index))) for index in (1, 2)]

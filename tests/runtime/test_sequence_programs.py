@@ -11,6 +11,8 @@ from sequence_programs import Model, programs_of
 from qwen4exp_trt.runtime import LLM
 from qwen4exp_trt.runtime.backend import EagerBackend
 
+pytestmark = pytest.mark.eager("looks at results of single ops, over states of its own")
+
 
 def backend_of(llm: LLM) -> EagerBackend:
     assert isinstance(llm.core.backend, EagerBackend)

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from serving import assert_idle
+from serving import assert_idle, loaded_backend
 
 from qwen4exp_trt.errors import RequestError
 from qwen4exp_trt.runtime import LLM, SamplingParams
-from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.outputs import StreamChunk
 from qwen4exp_trt.runtime.sequence import Sequence
 
@@ -126,8 +125,7 @@ def test_work_per_chunk_does_not_grow_with_the_output(llm: LLM, monkeypatch: pyt
 
 
 def test_a_failing_step_ends_every_stream_that_it_ran(llm: LLM) -> None:
-    backend = llm.core.backend
-    assert isinstance(backend, EagerBackend)
+    backend = loaded_backend(llm)
     (head,) = (weight for name, weight in backend.weights.items() if name.startswith("lm_head"))
     healthy = head[0].clone()
     streams = [llm.stream(prompt, LONG) for prompt in PROMPTS[:2]]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import bundles
 import pytest
+from cpu_stream import CpuStream
 from serving import assert_idle, generated, ids
 from trt_simulator import SimulatedTensorRT
 
@@ -19,7 +20,7 @@ from qwen4exp_trt.runtime.backend import EagerBackend, engines_of
 from qwen4exp_trt.runtime.prefix_cache.cache import PrefixCache
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
-pytestmark = pytest.mark.trt
+pytestmark = [pytest.mark.trt, pytest.mark.eager("compares both backends itself")]
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -45,7 +46,7 @@ def test_text_is_that_without_a_cache(bundle: Path, tmp_path: Path) -> None:
     def load(**options: object) -> LLM:
         llm = LLM(bundle, **options)  # pyright: ignore[reportArgumentType]
         assert isinstance(llm.core.backend, EagerBackend)
-        llm.core.backend = engines_of(trt, bundle, llm.manifest, llm.core.backend)
+        llm.core.backend = engines_of(trt, bundle, llm.manifest, llm.core.backend, make_stream=CpuStream)
         return llm
 
     expect_the_same(load, load(enable_prefix_caching=False).manifest.limits.block_size, tmp_path / "cache")

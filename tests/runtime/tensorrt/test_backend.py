@@ -10,39 +10,25 @@ from typing import Any
 import pytest
 import torch
 from bundles import build, tiny_checkpoint
+from cpu_stream import CpuStream
+from engine_bundles import CPU, engine_backend, prompt
 from serving import assert_idle, generated, ids
 from trt_simulator import SimulatedTensorRT
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend
-from qwen4exp_trt.runtime.manifest import ENGINE_FILE, Manifest
-from qwen4exp_trt.runtime.state_pool import allocate_states
-from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend, check_engine_fits
+from qwen4exp_trt.runtime.manifest import Manifest
+from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
-pytestmark = pytest.mark.trt
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("engine")
-    return build(
-        tiny_checkpoint(folder / "checkpoint"), folder / "bundle", activation_dtype="bfloat16", prefill_chunk=32
-    )
+pytestmark = [pytest.mark.trt, pytest.mark.eager("compares both backends itself")]
 
 
 @pytest.fixture
-def trt(bundle: Path) -> SimulatedTensorRT:
-    return SimulatedTensorRT(load_trt("tensorrt-rtx"), bundle)
-
-
-def engine_backend(trt: Any, bundle: Path, loaded: EagerBackend, num_blocks: int = 24) -> TensorRTBackend:
-    manifest = Manifest.load(bundle)
-    states = allocate_states(loaded.program.states, num_blocks, manifest.limits.num_slots, CPU)
-    return TensorRTBackend(trt, bundle, manifest, loaded.program, states, loaded.weights, CPU)
+def bundle(engine_bundle: Path) -> Path:
+    return engine_bundle
 
 
 def verify_args(bundle: Path, **values: Any) -> argparse.Namespace:
@@ -67,7 +53,7 @@ def test_rows_of_a_table_on_disk_are_bound_like_any_input(tmp_path: Path, capsys
     checkpoint = tiny_checkpoint(tmp_path / "checkpoint")
     bundle = build(checkpoint, tmp_path / "bundle", activation_dtype="bfloat16", ple_residency="disk")
     trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), bundle)
-    verify(verify_args(bundle, tolerance=1e-6), trt)
+    verify(verify_args(bundle, tolerance=1e-6), trt, CpuStream)
     assert "the engine agrees with the program" in capsys.readouterr().out
     prompts, params = [ids([5, 6, 7]), ids([9])], SamplingParams(temperature=0, max_tokens=9)
     llm = LLM(bundle, enable_prefix_caching=False)  # its states are not the engine's
@@ -80,7 +66,7 @@ def test_rows_of_a_table_on_disk_are_bound_like_any_input(tmp_path: Path, capsys
 
 
 def test_verify_prints_every_step(trt: SimulatedTensorRT, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    verify(verify_args(bundle, tolerance=1e-6), trt)
+    verify(verify_args(bundle, tolerance=1e-6), trt, CpuStream)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == f"the engine agrees with the program within 1e-06 on {len(lines) - 1} steps"
     assert all("largest error 0.00e+00" in line for line in lines[:-1])
@@ -102,7 +88,7 @@ def test_verify_names_the_first_tensor_that_differs(trt: SimulatedTensorRT, bund
     trt.run_node = damaged
     name = ("layers.0.linear_attn.conv_state", "layers.1.self_attn.kv_cache")[layer]
     with pytest.raises(BundleError, match=rf"prefill of tokens 0 to [0-9]+: the engine gives another {name} than"):
-        verify(verify_args(bundle), trt)
+        verify(verify_args(bundle), trt, CpuStream)
 
 
 def test_bundle_without_engine_is_refused(bundle: Path, tmp_path: Path) -> None:
@@ -116,21 +102,6 @@ def test_bundle_without_engine_is_refused(bundle: Path, tmp_path: Path) -> None:
 def test_engine_on_a_cpu_is_refused(bundle: Path) -> None:
     with pytest.raises(BundleError, match="the backend 'tensorrt-rtx' executes on a GPU; use device 'cuda', or"):
         LLM(bundle, backend="tensorrt-rtx", device="cpu")
-
-
-def test_engine_of_another_tensorrt_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
-    trt.__version__ = "9.9.9"
-    with pytest.raises(BundleError, match=r"built by tensorrt-rtx \(tensorrt_rtx .*\), this is tensorrt_rtx 9\.9\.9"):
-        check_engine_fits(trt, bundle, Manifest.load(bundle), CPU)
-
-
-def test_damaged_engine_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
-    """TensorRT's own message is in the error."""
-    loaded = LLM(bundle).core.backend
-    assert isinstance(loaded, EagerBackend)
-    trt.engine_bytes = b"another"
-    with pytest.raises(BundleError, match=f"{ENGINE_FILE}: TensorRT cannot load it: not the serialized engine"):
-        engine_backend(trt, bundle, loaded)
 
 
 def test_engine_of_another_program_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
@@ -149,24 +120,8 @@ def test_step_outside_the_profiles_is_refused(trt: SimulatedTensorRT, bundle: Pa
     llm = LLM(bundle)
     assert isinstance(llm.core.backend, EagerBackend)
     backend = engine_backend(trt, bundle, llm.core.backend)
-    specs = backend.program.inputs
-    inputs = {spec.name: torch.zeros([1 if isinstance(dim, str) else dim for dim in spec.shape]) for spec in specs}
-    inputs["input_ids"] = torch.zeros(1000, dtype=torch.int32)
     with pytest.raises(BundleError, match=r"no profile of the engine \(decode, prefill\) holds a step of the shapes"):
-        backend.run(inputs)
-
-
-def test_unbound_tensors_do_not_execute(trt: SimulatedTensorRT, bundle: Path) -> None:
-    """The simulator itself: a state that is bound elsewhere as an output stops the step."""
-    llm = LLM(bundle)
-    assert isinstance(llm.core.backend, EagerBackend)
-    backend = engine_backend(trt, bundle, llm.core.backend)
-    elsewhere = torch.zeros(1 << 16)
-    backend.contexts["prefill"].set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
-    backend.contexts["decode"].set_tensor_address(backend.program.states[0].out_name, elsewhere.data_ptr())
-    llm.core.backend = backend
-    with pytest.raises(BundleError, match="TensorRT could not execute the profile"):
-        llm.generate([ids([1, 2, 3])], SamplingParams(temperature=0, max_tokens=2))
+        backend.run(prompt(33))
 
 
 def test_manifest_ranges_are_json(bundle: Path) -> None:
