@@ -14,6 +14,7 @@ import torch
 from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
 from qwen4exp_trt.builder.inspection.diff import format_differences, list_differences
 from qwen4exp_trt.builder.inspection.engine_inspector import with_inspector
+from qwen4exp_trt.builder.inspection.page import render_page
 from qwen4exp_trt.builder.inspection.text import format_inspection
 from qwen4exp_trt.runtime.command_line import OneLineParser, run_command
 from qwen4exp_trt.runtime.cuda_device import device_from_name
@@ -49,6 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="cuda", help="where --engine loads them (default: %(default)s)")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="everything, as JSON")
+    output.add_argument("--html", action="store_true", help="everything, as a page that needs nothing else")
     output.add_argument("--diff", type=Path, metavar="BUNDLE", help="how the bundle differs from this one")
     add("-o", "--output", type=Path, metavar="FILE", help="where to write it (default: stdout)")
     return parser.parse_args(argv)
@@ -73,6 +75,8 @@ def inspect(
         return DIFFERENT if differences else 0
     if args.json:
         text = json.dumps(inspection.to_json(), indent=1)
+    elif args.html:
+        text = render_page(inspection)
     else:
         text = format_inspection(inspection, not args.all, args.filter)
     _write(text, args.output)

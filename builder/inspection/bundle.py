@@ -163,6 +163,8 @@ class _PartReader:
         self._weight_bytes = {spec.name: spec.tensor.num_bytes({}) for spec in program.weights}
         self._readers = readers({path: self._ops.inputs(path) for path in self._ops.paths})
         self._engine = self._read_engine(folder, manifest)
+        marked = manifest if name == MODEL else manifest.draft
+        self._debug_outputs = [spec.name for spec in marked.debug_outputs] if marked else []
 
     def _read_engine(self, folder: Path, manifest: Manifest) -> Engine | None:
         if manifest.target is None:
@@ -176,6 +178,7 @@ class _PartReader:
             name=self._name,
             inputs=[spec.name for spec in self._program.inputs],
             outputs=[spec.name for spec in self._program.outputs],
+            debug_outputs=self._debug_outputs,
             values=self._ops.values,
             ops=ops,
             states=[self._state(spec) for spec in self._program.states],

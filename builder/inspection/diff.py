@@ -67,6 +67,7 @@ def _compare_parts(this: Part, other: Part, pattern: str) -> Iterator[Difference
         return _compare(f"{this.name}: {section}", describe(this), describe(other))
 
     yield from compare("passes", lambda part: {each["name"]: f"{each['rewrites']} rewrites" for each in part.passes})
+    yield from compare("outputs for debugging", lambda part: dict.fromkeys(part.debug_outputs, "there"))
     yield from compare("a step", lambda part: {name: describe_total(total) for name, total in part.totals.items()})
     yield from compare("engine", _engine_facts)
     yield from _compare_ops(this, other, pattern)

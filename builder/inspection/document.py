@@ -185,6 +185,8 @@ class Part:
     """``model`` or ``draft head``."""
     inputs: list[str]
     outputs: list[str]
+    debug_outputs: list[str]
+    """Values that are outputs of the engine too, since the bundle was built with ``--mark-plugin-inputs``."""
     values: dict[str, Value]
     ops: list[Op]
     """In the order of the graph, in which they run."""

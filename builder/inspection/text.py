@@ -113,6 +113,8 @@ class _PartText:
             )
             yield _labelled("engine", f"{size(engine.num_bytes)} by {engine.tensorrt} for {engine.target}: {counts}")
             yield _labelled("activations", memory or "not told")
+            if part.debug_outputs:
+                yield _labelled("", f"{len(part.debug_outputs)} values are outputs too, for debugging")
             yield from _merged(engine)
         for profile in self._profiles:
             total = part.totals[profile]

@@ -11,6 +11,7 @@ from trt_simulator import SimulatedTensorRT
 
 from qwen4exp_trt.builder.inspection.__main__ import inspect, main, parse_args
 from qwen4exp_trt.builder.inspection.document import Inspection
+from qwen4exp_trt.builder.inspection.page import render_page
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 Capture = pytest.CaptureFixture[str]
@@ -30,6 +31,8 @@ def test_text_and_json(inspection: Inspection, engine_bundle: Path, tmp_path: Pa
     assert "layers.{0,1}.mlp.moe x2" in text and "qsa_attention" not in text
     assert main([str(engine_bundle), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == inspection.to_json()
+    assert main([str(engine_bundle), "--html"]) == 0
+    assert capsys.readouterr().out == f"{render_page(inspection)}\n"
     file = tmp_path / "bundle.json"
     assert main([str(engine_bundle), "--json", "-o", str(file)]) == 0
     assert capsys.readouterr().out == ""
