@@ -188,12 +188,11 @@ def test_bars_are_proportional(demo: Inspection, open_page: OpenPage) -> None:
         for each, width in zip(names, widths, strict=True):
             assert width == pytest.approx(widths[0] * amounts[each] / amounts[names[0]], abs=1.1)
     page.click("#unfold-all")
-    loads = dict(
-        zip(all_of(page, ".op", "e.dataset.op"), all_of(page, ".op .load", "+e.getAttribute('width')"), strict=True)
-    )
+    widths = all_of(page, ".op .load", "+e.getAttribute('width')")
+    loads = dict(zip(all_of(page, ".op", "e.dataset.op"), widths, strict=True))
     seconds = {op.path: op.costs["decode"].seconds or 0.0 for op in demo.parts[0].ops}
     longest = max(seconds.values())
-    assert loads == pytest.approx({path: max(loads.values()) * each / longest for path, each in seconds.items()})
+    assert loads == pytest.approx({path: max(widths) * each / longest for path, each in seconds.items()})
 
 
 def test_a_component_filters_graph_and_tables(demo: Inspection, open_page: OpenPage) -> None:
