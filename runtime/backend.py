@@ -39,6 +39,7 @@ from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 from qwen4exp_trt.runtime.tensorrt.capabilities import Capabilities
 from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
 from qwen4exp_trt.runtime.tensorrt.jit_cache import NONE as NO_JIT_CACHE
+from qwen4exp_trt.runtime.tensorrt.jit_cache import USER as USER_JIT_CACHE
 from qwen4exp_trt.runtime.tensorrt.jit_cache import jit_cache_folder
 from qwen4exp_trt.runtime.tensorrt.module import MODULE_OF_BACKEND, load_trt
 
@@ -208,6 +209,11 @@ def choose_backend(
             raise BundleError(
                 f"cuda_graphs (--cuda-graphs) is {str(graphs)!r}, which the backend 'eager' on {chosen} cannot "
                 "do; use 'none'"
+            )
+        if str(options.jit_cache) not in (USER_JIT_CACHE, NO_JIT_CACHE):
+            raise BundleError(
+                f"jit_cache (--jit-cache) is {str(options.jit_cache)!r}, but the backend 'eager' has no engine whose "
+                "compiled kernels could be kept; leave the option out"
             )
         return BackendChoice(name, chosen, graphs, None)
     if chosen.type == "cpu":

@@ -71,7 +71,7 @@ RUNTIME_OPTIONS = (
         "cuda_graphs",
         "who makes CUDA graphs of decode steps: this runtime, TensorRT for RTX, or nobody",
         "own on a GPU",
-        more={"choices": list(CudaGraphs)},
+        more={"choices": [choice.value for choice in CudaGraphs]},
     ),
     RuntimeOption(
         "jit_cache",

@@ -174,7 +174,9 @@ def test_bundle_of_another_version(bundle: Path, capsys: Capture) -> None:
 
 def test_bundle_of_another_op_version(bundle: Path, capsys: Capture) -> None:
     edit_manifest(bundle, lambda data: data["plugins"].update(moe=99))
-    assert "its ops moe have other versions here; build the bundle again" in refused(capsys, bundle, "a")
+    assert "its ops moe (version 99, here 1) have other versions here; build the bundle again" in refused(
+        capsys, bundle, "a"
+    )
 
 
 @pytest.mark.parametrize("name", ["decoder.onnx", "program/graph.py", "program/tables.json", "tokenizer.json"])

@@ -35,3 +35,10 @@ def test_every_command_has_every_option(command: object, capsys: pytest.CaptureF
         command.parse_args(["--help"])  # pyright: ignore[reportAttributeAccessIssue]
     text = capsys.readouterr().out
     assert [option.flag for option in RUNTIME_OPTIONS if option.flag not in text] == []
+
+
+def test_choices_are_told_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parsed("--cuda-graphs", "some")
+    assert "invalid choice: 'some' (choose from" in (error := capsys.readouterr().err)
+    assert "CudaGraphs" not in error and "tensorrt" in error

@@ -207,3 +207,6 @@ def test_options_that_a_backend_lacks(engine_bundle: Path) -> None:
     for value in ("", 3):
         with pytest.raises(BundleError, match="it must be 'user', 'bundle', 'none' or a folder"):
             LoadOptions(jit_cache=value)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BundleError, match=r"is 'bundle', but the backend 'eager' has no engine whose compiled kernels"):
+        choose_backend("eager", None, engine_bundle, manifest, LoadOptions(jit_cache="bundle"))
+    choose_backend("eager", None, engine_bundle, manifest, LoadOptions(jit_cache="none"))
