@@ -91,14 +91,10 @@ class _PartText:
 
     def lines(self) -> Iterator[str]:
         yield from self._summary()
-        yield ""
-        yield from self._components()
-        yield ""
-        yield from self._ops()
-        yield ""
-        yield from self._states()
-        yield ""
-        yield from self._weights()
+        for lines in (self._components(), self._ops(), self._states(), self._weights()):
+            header, *rows = lines
+            if rows:
+                yield from ("", header, *rows)
 
     def _summary(self) -> Iterator[str]:
         part, engine = self._part, self._part.engine
@@ -108,7 +104,7 @@ class _PartText:
         else:
             counts = ", ".join(f"{len(self._of_profile(name))} layers in {name}" for name in self._profiles)
             memory = ", ".join(
-                f"{size(num_bytes)} in {name} ({size(engine.scratch_bytes.get(name, 0))} of one layer's own)"
+                f"{size(num_bytes)} in {name} ({size(engine.scratch_bytes.get(name, 0))} of it scratch)"
                 for name, num_bytes in engine.activation_bytes.items()
             )
             yield _labelled("engine", f"{size(engine.num_bytes)} by {engine.tensorrt} for {engine.target}: {counts}")

@@ -45,6 +45,7 @@ def test_rows_of_the_report(inspection: Inspection) -> None:
 def test_each_layer_by_itself_and_a_selection(inspection: Inspection) -> None:
     text = format_inspection(inspection, fold_layers=False, pattern="layers.1.*")
     assert " x2" not in text and "layers.0." not in text
+    assert text.count("\nstate  ") == 1  # the draft head has none of such a name
     assert row_of(text, "layers.1.mlp.moe") and row_of(text, "layers.1.self_attn.kv_cache")
     whole = row_of(format_inspection(inspection), "routed experts")
     assert row_of(text, "routed experts") == whole  # of the whole part, whatever is listed
