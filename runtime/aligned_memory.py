@@ -23,4 +23,4 @@ def aligned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     memory = torch.empty(count + ALIGNMENT // dtype.itemsize, dtype=dtype)
     start = -memory.data_ptr() % ALIGNMENT
     storage = torch.from_numpy(memory.view(torch.uint8).numpy()[start : start + count * dtype.itemsize])
-    return storage.view(dtype).view(*shape)
+    return storage.view(dtype).view(tuple(shape))
