@@ -12,8 +12,12 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
+
+from qwen4exp_trt.plugins.cost import StepSize
+from qwen4exp_trt.plugins.registry import all_specs
 
 ROUNDS = 15
 CALLS = 20
@@ -60,6 +64,12 @@ class ComputeTiming(Timing):
             f"{self.flops / self.microseconds / 1e6:5.0f} TFLOP/s  {100 * self.fraction:5.1f} % of matmul's "
             f"{self.flops / self.matmul_microseconds / 1e6:.0f}"
         )
+
+
+def moved_bytes(op: str, args: Sequence[Any], size: StepSize) -> int:
+    """What a call of the ``q4e`` op with ``args`` has to read and write in a step of ``size``."""
+    spec = all_specs()[op]
+    return sum(spec.work(*spec.split_args(args), size).moved.values())
 
 
 def cold(name: str, work: Work, num_bytes: int) -> Timing:

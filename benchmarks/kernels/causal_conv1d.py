@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from kernel_timing import Timing, chained, cold
+from kernel_timing import Timing, chained, cold, moved_bytes
+
+from qwen4exp_trt.plugins.cost import StepSize
 
 CHANNELS, WIDTH, TAPS, RING = 10_240, 16_384, 4, 11
 CONTEXT = 1000
@@ -15,15 +17,13 @@ LAYERS = 36
 
 def measure() -> Iterator[Timing]:
     for sequences, rows in ((1, 1), (8, 1), (32, 1), (128, 1), (1, 4), (8, 4), (1, 2048), (1, 8192)):
-        work = partial(torch.ops.q4e.causal_conv1d, *_operands(sequences, rows))
-        yield cold(f"causal_conv1d B={sequences} T={rows}", work, _num_bytes(sequences, rows))
-    works = [partial(torch.ops.q4e.causal_conv1d, *_operands(1, 1)) for _ in range(LAYERS)]
-    yield chained(f"causal_conv1d B=1 T=1, {LAYERS} layers", works, _num_bytes(1, 1))
-
-
-def _num_bytes(sequences: int, rows: int) -> int:
-    """Read: inputs, those before them, weights. Written: outputs, the ring's rows."""
-    return 2 * CHANNELS * (sequences * (2 * rows + TAPS - 1 + min(rows, RING)) + TAPS)
+        operands = _operands(sequences, rows)
+        num_bytes = moved_bytes("causal_conv1d", operands, StepSize(sequences, sequences * rows, CONTEXT))
+        yield cold(f"causal_conv1d B={sequences} T={rows}", partial(torch.ops.q4e.causal_conv1d, *operands), num_bytes)
+    layers = [_operands(1, 1) for _ in range(LAYERS)]
+    works = [partial(torch.ops.q4e.causal_conv1d, *operands) for operands in layers]
+    num_bytes = moved_bytes("causal_conv1d", layers[0], StepSize(1, 1, CONTEXT))
+    yield chained(f"causal_conv1d B=1 T=1, {LAYERS} layers", works, num_bytes)
 
 
 def _operands(sequences: int, rows: int) -> list[torch.Tensor]:

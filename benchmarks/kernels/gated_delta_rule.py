@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from kernel_timing import Timing, chained, cold
+from kernel_timing import Timing, chained, cold, moved_bytes
+
+from qwen4exp_trt.plugins.cost import StepSize
 
 HK, HV, K, V, DRAFT_ROWS = 16, 48, 128, 128, 8
 CONV_WIDTH, VALUE_WIDTH = 2 * HK * K + HV * V, HV * V
@@ -17,27 +19,27 @@ LAYERS = 36
 
 def measure() -> Iterator[Timing]:
     for sequences, rows in ((1, 1), (8, 1), (32, 1), (128, 1), (1, 4), (8, 4), (1, 8), (8, 8)):
-        work = partial(torch.ops.q4e.gated_delta_rule, *_operands(sequences, rows))
-        yield cold(f"gated_delta_rule B={sequences} T={rows}", work, _num_bytes(sequences, rows))
+        operands = _operands(sequences, rows)
+        num_bytes, work = _num_bytes(operands, sequences, rows), partial(torch.ops.q4e.gated_delta_rule, *operands)
+        yield cold(f"gated_delta_rule B={sequences} T={rows}", work, num_bytes)
     for pending in (3, 7):
-        work = partial(torch.ops.q4e.gated_delta_rule, *_operands(1, 1, pending))
-        replayed = 2 * pending * DRAFT_WIDTH
-        yield cold(f"gated_delta_rule B=1 T=1, {pending} rows replayed", work, _num_bytes(1, 1) + replayed)
-    works = [partial(torch.ops.q4e.gated_delta_rule, *_operands(1, 1)) for _ in range(LAYERS)]
-    yield chained(f"gated_delta_rule B=1 T=1, {LAYERS} layers", works, _num_bytes(1, 1))
+        operands = _operands(1, 1, pending)
+        num_bytes = _num_bytes(operands, 1, 1) + 2 * pending * DRAFT_WIDTH
+        work = partial(torch.ops.q4e.gated_delta_rule, *operands)
+        yield cold(f"gated_delta_rule B=1 T=1, {pending} rows replayed", work, num_bytes)
+    layers = [_operands(1, 1) for _ in range(LAYERS)]
+    works = [partial(torch.ops.q4e.gated_delta_rule, *operands) for operands in layers]
+    yield chained(f"gated_delta_rule B=1 T=1, {LAYERS} layers", works, _num_bytes(layers[0], 1, 1))
     for sequences, rows in ((1, 2048), (1, 8192), (1, 32768), (4, 2048)):
-        work = partial(torch.ops.q4e.gated_delta_rule, *_operands(sequences, rows))
-        name, num_bytes = f"gated_delta_rule B={sequences} T={sequences * rows}", _num_bytes(sequences, rows)
+        operands = _operands(sequences, rows)
+        work = partial(torch.ops.q4e.gated_delta_rule, *operands)
+        name, num_bytes = f"gated_delta_rule B={sequences} T={sequences * rows}", _num_bytes(operands, sequences, rows)
         yield cold(name, work, num_bytes)
         yield chained(f"{name}, warm", [work], num_bytes)
 
 
-def _num_bytes(sequences: int, rows: int) -> int:
-    """Read: states, inputs. Written: states, outputs, rows that may be taken back."""
-    states = 2 * 4 * sequences * HV * K * V
-    rows_bytes = 2 * sequences * rows * (CONV_WIDTH + 2 * VALUE_WIDTH + 2 * HV)
-    kept = rows - 1 if rows <= DRAFT_ROWS else 0
-    return states + rows_bytes + 2 * sequences * kept * DRAFT_WIDTH
+def _num_bytes(operands: list[object], sequences: int, rows: int) -> int:
+    return moved_bytes("gated_delta_rule", operands, StepSize(sequences, sequences * rows, CONTEXT))
 
 
 def _operands(sequences: int, rows: int, pending: int = 0) -> list[object]:

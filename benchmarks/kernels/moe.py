@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from kernel_timing import Timing, Work, against_matmul, cold
+from kernel_timing import Timing, Work, against_matmul, cold, moved_bytes
 from torch import Tensor
 
+from qwen4exp_trt.plugins.cost import StepSize
 from qwen4exp_trt.plugins.experts import route
 from qwen4exp_trt.plugins.registry import all_specs
 from qwen4exp_trt.plugins.sample_experts import MoeSizes, RandomWeights
@@ -53,15 +54,10 @@ def mixture(op: str, operands: dict[str, Any], x: Tensor) -> tuple[Work, int, in
     }
     _, chosen = route(x, operands["router_weight"], SIZES.choices, True)
     distinct = len(chosen.unique())
-
-    def num_bytes(name: str, value: Tensor) -> int:
-        routed = name.startswith(("gate_up", "down"))
-        return value.nbytes * distinct // SIZES.experts if routed else value.nbytes
-
-    total = sum(num_bytes(name, value) for name, value in operands.items() if isinstance(value, Tensor))
     spec = all_specs()[op]
     args = [(operands | batch)[named.name] for named in (*spec.inputs, *spec.attrs)]
-    return lambda: spec.overload(*args), total + 2 * x.nbytes, distinct
+    num_bytes = moved_bytes(op, args, StepSize(1, len(x), 0, distinct_experts=distinct))
+    return lambda: spec.overload(*args), num_bytes, distinct
 
 
 def many(op: str, operands: dict[str, Any], x: Tensor, title: str) -> Timing:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from kernel_timing import Timing, cold
+from kernel_timing import Timing, cold, moved_bytes
+
+from qwen4exp_trt.plugins.cost import StepSize
 
 HC, HIDDEN, TAPS, DILATION, RING = 4, 2560, 4, 3, 17
 WIDTH = HC * HIDDEN
@@ -29,10 +31,6 @@ def measure() -> Iterator[Timing]:
             torch.tensor([sequences]),
         )
         batch = [value.int().cuda() for value in metadata]
-        work = partial(torch.ops.q4e.ple_conv, *operands, *gains, weight, state, *batch, DILATION, 1e-6)
-        # Read: stack, key, value, and rows of the state from before the step. Written: the stack, N.
-        history = sequences * (TAPS - 1) * min(rows, DILATION)
-        written = sequences * min(rows, RING)
-        num_bytes = 2 * tokens * (3 * WIDTH + HIDDEN) + 2 * WIDTH * (history + written)
-        num_bytes += sum(4 * gain.numel() for gain in gains) + 2 * weight.numel()
-        yield cold(f"ple_conv B={sequences} T={rows}", work, num_bytes)
+        args = (*operands, *gains, weight, state, *batch, DILATION, 1e-6)
+        num_bytes = moved_bytes("ple_conv", args, StepSize(sequences, tokens, CONTEXT))
+        yield cold(f"ple_conv B={sequences} T={rows}", partial(torch.ops.q4e.ple_conv, *args), num_bytes)

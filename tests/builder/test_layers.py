@@ -5,8 +5,11 @@ from __future__ import annotations
 from qwen4exp_trt.builder.layers import layer_report
 
 LOG = (
+    "Max Scratch Memory: 256 bytes",
     "Total Activation Memory: 1024 bytes",
+    "Max Scratch Memory: 512 bytes",
     "Total Activation Memory: 4096 bytes",
+    "Total Weights Memory: 132 bytes",
     """Layers:
 Name: __mye23_myl0_0, LayerType: shape_call, Inputs: [], Constants: [], Outputs: [], TacticName: , StreamId: 0, Metadata: 
 Name: __myl_SigmMul_myl0_1, LayerType: kgen, Inputs: [ { Name: x, Dimensions: [-1,64], Strides: [64,1], StrideOrder: [1,0], Datatype: BFloat16, Format: (Linear) Row major linear format }, { Name: y, Dimensions: [64], Strides: [1], StrideOrder: [0], Datatype: Float, Format: (Linear) Row major linear format }], Constants: [ { Name: c, Dimensions: [1], Strides: [1], StrideOrder: [0], Datatype: Float, Format: (Linear) Row major linear format }], Outputs: [ { Name: a, Dimensions: [-1,64], Strides: [64,1], StrideOrder: [1,0], Datatype: BFloat16, Format: (Linear) Row major linear format }], TacticName: __myl_SigmMul_0x74bb, StreamId: 0, Metadata: [ONNX Layer: layers.0.sigmoid][ONNX Layer: layers.0.mul]
@@ -62,6 +65,8 @@ def test_engine_tensors_and_memory_are_read() -> None:
         tensor("out", "BFloat16", -1, 48) | {"mode": "output"},
     ]
     assert report["activation_bytes"] == {"decode": 1024, "prefill": 4096}
+    assert report["scratch_bytes"] == {"decode": 256, "prefill": 512}
+    assert report["constant_bytes"] == 132
 
 
 def test_a_line_of_an_unknown_form_is_kept() -> None:
@@ -69,4 +74,5 @@ def test_a_line_of_an_unknown_form_is_kept() -> None:
 
 
 def test_a_log_without_a_report_gives_an_empty_one() -> None:
-    assert layer_report(["something else"], ["decode"])["layers"] == []
+    report = layer_report(["something else"], ["decode"])
+    assert (report["layers"], report["activation_bytes"], report["constant_bytes"]) == ([], {}, None)

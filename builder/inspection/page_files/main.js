@@ -110,11 +110,13 @@ class Inspector {
     const isSelected = (kind, name) => selection?.kind === kind && selection.name === name;
     const near = new Set(), op = selection?.kind === "op" ? part.opOf.get(selection.name) : null;
     op?.outputs.forEach((value) => near.add(value.name));
+    const users = { input: () => part.values.get(selection.name).consumers, weight: () => part.weights.get(selection.name).readers }[selection?.kind]?.() ?? [];
+    const isFound = (block) => block.ops.some((each) => matches.has(`op ${each.path}`) || each.ownStates.some((state) => matches.has(`state ${state.name}`)));
+    for (const node of find("view").querySelectorAll(".fold")) node.classList.toggle("match", isFound(part.blocks.find(({ id }) => id === node.dataset.fold)));
     for (const kind of ["op", "state"]) {
       for (const node of find("view").querySelectorAll(`.${kind}`)) {
         const name = node.dataset[kind], of = kind === "op" ? part.opOf.get(name) : part.states.get(name).owner;
-        const isNear = kind === "op" && selection?.kind === "input" && part.values.get(selection.name).consumers.includes(of);
-        node.classList.toggle("selected", isSelected(kind, name) || isNear);
+        node.classList.toggle("selected", isSelected(kind, name) || (kind === "op" && users.includes(of)));
         node.classList.toggle("match", matches.has(`${kind} ${name}`));
         node.classList.toggle("faded", component !== null && of?.component.name !== component);
         node.setAttribute("tabindex", isSelected(kind, name) ? 0 : -1);
@@ -142,6 +144,8 @@ class Inspector {
 
   key(event) {
     if (event.target === find("search") || event.ctrlKey || event.metaKey || event.altKey) return;
+    const isReading = event.key.startsWith("Arrow") && ["panel", "summary"].some((id) => find(id).contains(document.activeElement));
+    if (isReading) return;
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key], fold = { ArrowRight: true, ArrowLeft: false }[event.key];
     const { selection } = this.view, op = selection?.kind === "op" ? this.part.opOf.get(selection.name) : null;
     const block = this.part.blocks.find(({ id }) => id === document.activeElement.dataset.fold);
@@ -190,8 +194,9 @@ function describeBundle({ options, target, parts }) {
 
 // Shows `data-tip` of what is under the mouse.
 function followWithTip(tip) {
+  document.addEventListener("mousedown", () => (tip.hidden = true));
   document.addEventListener("mousemove", (event) => {
-    const text = event.target.closest?.("[data-tip]")?.dataset.tip;
+    const text = event.buttons ? null : event.target.closest?.("[data-tip]")?.dataset.tip;
     tip.hidden = !text;
     if (!text) return;
     tip.textContent = text;

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import bundles
 import pytest
+from inspection_bundles import no_estimates
 
 from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
 from qwen4exp_trt.builder.inspection.document import Inspection
@@ -14,7 +15,8 @@ def engine_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A BF16 bundle with the engines of a random model and its draft head, which no test changes."""
     folder = tmp_path_factory.mktemp("inspected")
     checkpoint = bundles.tiny_checkpoint(folder / "checkpoint", mtp_num_hidden_layers=1)
-    return bundles.build(checkpoint, folder / "bundle", activation_dtype="bfloat16")
+    with no_estimates():
+        return bundles.build(checkpoint, folder / "bundle", activation_dtype="bfloat16")
 
 
 @pytest.fixture(scope="session")
@@ -26,4 +28,5 @@ def inspection(engine_bundle: Path) -> Inspection:
 def float_bundle(engine_bundle: Path) -> Path:
     """The same checkpoint in float32, without an engine and a draft head."""
     folder = engine_bundle.parent
-    return bundles.build(folder / "checkpoint", folder / "float32", draft_head="none")
+    with no_estimates():
+        return bundles.build(folder / "checkpoint", folder / "float32", draft_head="none")

@@ -167,6 +167,10 @@ def test_links_of_the_panel_lead_along_the_tensors(demo: Inspection, open_page: 
     select(page, op.path)
     page.click(f'[data-link="{op.updates[0]}"]')
     assert f"Written by\n{op.path}" in page.text("#panel")
+    weight = next(weight for weight in part.weights if weight.read_by == [op.path])
+    select(page, op.path)
+    page.click(f'[data-link="{weight.name}"]')
+    assert all_of(page, ".op.selected", "e.dataset.op") == [op.path]
 
 
 MEASURES: dict[str, Callable[[CostInfo], float]] = {
@@ -233,6 +237,8 @@ def test_search_finds_ops_tensors_weights_and_states(demo: Inspection, open_page
     assert all("self_attn" in path for path in matches)
     expected = [op.path for part in demo.parts for op in part.ops if op.op == "q4e.qsa_attention"]
     assert [path for path in matches if path.endswith("qsa_attention")] == expected
+    layers = {op.layer for op in demo.parts[0].ops if op.op == "q4e.qsa_attention"}
+    assert len(layers) == page.count(".fold.match") < page.count(".fold")
     page.press("ArrowDown")
     page.press("Enter")
     assert panel_title(page) == matches[1]
@@ -334,12 +340,15 @@ def test_it_prints_without_controls(demo: Inspection, open_page: OpenPage) -> No
 def test_no_text_becomes_markup(demo: Inspection, open_page: OpenPage) -> None:
     hostile = "</script><img src=x onerror=\"document.title='run'\"><!--<script> & \u2028 @css@"
     part = demo.parts[0]
-    op = replace(part.ops[0], path=hostile, engine_layers={})
+    assert part.engine is not None
+    layers = [replace(part.engine.layers[0], name=hostile, ops=[], inspector={"Metadata": hostile})]
+    op = replace(part.ops[0], path=hostile, engine_layers={"decode": [0]})
+    others = [replace(each, engine_layers={}) for each in part.ops[1:]]
     document = replace(
         demo,
         bundle=f"/x/{hostile}",
         options={**demo.options, "precision": hostile},
-        parts=[replace(part, ops=[op, *part.ops[1:]])],
+        parts=[replace(part, ops=[op, *others], engine=replace(part.engine, layers=layers))],
     )
     page = open_page(document)
     assert page.evaluate("document.title").startswith("/x/</script>")
@@ -347,6 +356,7 @@ def test_no_text_becomes_markup(demo: Inspection, open_page: OpenPage) -> None:
     page.click("#unfold-all")
     page.click(".op")
     assert page.evaluate("document.getElementById('panel-title').textContent") == hostile
+    assert json.dumps(hostile, ensure_ascii=False) in page.evaluate("document.getElementById('panel').textContent")
     page.press("/")
     page.type("<img src=x")
     assert hostile in page.evaluate("document.querySelector('#matches .path').textContent")
