@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 import struct
+from dataclasses import replace
 from typing import Any
 
-import onnx
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from one_node_engines import (
     BF16,
@@ -25,17 +25,20 @@ from one_node_engines import (
     one_node_model,
     operands,
     profiles_of,
+    record_questions,
     shapes_at,
     variants,
 )
 
 from qwen4exp_trt.builder.engine import build_engine
+from qwen4exp_trt.builder.onnx_graph import ONNX_DTYPES, value_info
 from qwen4exp_trt.builder.profiles import profile_dims
 from qwen4exp_trt.errors import BuildError, PluginError
 from qwen4exp_trt.plugins import tensorrt as shells
+from qwen4exp_trt.plugins.dims import evaluate
 from qwen4exp_trt.plugins.kernels import MAX_SMS
 from qwen4exp_trt.plugins.registry import plugin_specs
-from qwen4exp_trt.plugins.spec import Attr, OpSpec, TensorArg, element_shape
+from qwen4exp_trt.plugins.spec import NAMESPACE, Attr, OpSpec, TensorArg, dtypes_of, element_shape
 from qwen4exp_trt.plugins.tensorrt import AttrFields, make_creators, take_callback_errors, torch_dtypes
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
@@ -139,6 +142,29 @@ def test_workspace_holds_the_scratch_of_every_shape_in_the_profile(variant: Vari
             assert plan.scratch_bytes <= next(iter(sizes)), (drawn, num_sms)
 
 
+def test_dims_are_computed_by_tensorrt_as_by_python(trt: Any) -> None:
+    """Of an op whose outputs take every operation that the spec of one may have."""
+    dims = ("(T + 6)//5", "K//(T + 1)", "1000//(T + 1)", "1000 - T", "T - 1 + 2", "3*T", "T*T//7")
+    like = plugin_specs()["linear"]
+    spec = replace(like, name="dims_example", outputs=(TensorArg("out", dims),), launches=None)
+    (creator,) = make_creators(trt, [spec])
+    assert trt.get_plugin_registry().register_creator(creator, NAMESPACE)
+    try:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            asked = record_questions(monkeypatch)
+            model = one_node_model(Variant("linear"))
+            model.graph.node[0].op_type = spec.onnx_op_type
+            model.graph.output[0].CopyFrom(value_info("out", BF16, [f"out{index}" for index in range(len(dims))]))
+            build_engine(trt, model, profiles_of(Variant("linear")), TARGET)
+    finally:
+        trt.get_plugin_registry().deregister_creator(creator)
+    assert len(asked.configured) == 2
+    for (x, _), (out,) in asked.configured:
+        for dim, found in zip(dims, zip(*out, strict=True), strict=True):
+            sizes = [evaluate(dim, {"T": tokens, "K": width}) for tokens, width in x]
+            assert found == (min(sizes), sizes[1], max(sizes)), dim
+
+
 def test_a_dtype_without_kernel_says_what_to_use(trt: Any, capfd: pytest.CaptureFixture[str]) -> None:
     for variant in NO_KERNEL:
         with pytest.raises(BuildError, match=r"node layers\.0\.linear .*: q4e::linear: weight is torch.float32, its"):
@@ -147,14 +173,15 @@ def test_a_dtype_without_kernel_says_what_to_use(trt: Any, capfd: pytest.Capture
 
 # --- what it refuses ------------------------------------------------------------------------------------------------
 
-WRONG_TYPES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.INT8, onnx.TensorProto.INT64, onnx.TensorProto.INT32)
+WRONG_TYPES = (torch.int64, torch.int32, F32, BF16)
+"""That TensorRT and the kernels have as well: nothing else would refuse them."""
 
 
-def build_with_wrong_type(trt: Any, variant: Variant, operand: str) -> str:
+def build_with_wrong_type(trt: Any, variant: Variant, arg: TensorArg) -> str:
     model = one_node_model(variant)
-    (info,) = [info for info in model.graph.input if info.name == operand]
-    used = {each.type.tensor_type.elem_type for each in model.graph.input}
-    info.type.tensor_type.elem_type = next(wrong for wrong in WRONG_TYPES if wrong not in used)
+    (info,) = [info for info in model.graph.input if info.name == arg.name]
+    wrong = next(dtype for dtype in WRONG_TYPES if dtype not in dtypes_of(arg.dtype, None))
+    info.type.tensor_type.elem_type = ONNX_DTYPES[wrong]
     with pytest.raises(BuildError) as error:
         build_engine(trt, model, profiles_of(variant), TARGET)
     return str(error.value)
@@ -173,9 +200,10 @@ ALL = [each for variant in BUILT for each in operands_of(variant.values[0]) if e
 )
 def test_a_wrong_dtype_is_refused_by_name(trt: Any, variant: Variant, arg: TensorArg) -> None:
     """The state is refused as an operand or as its own update, whichever TensorRT asks about first."""
-    message = build_with_wrong_type(trt, variant, arg.name)
+    message = build_with_wrong_type(trt, variant, arg)
     assert f"node layers.0.{variant.op} ({variant.spec.onnx_op_type}): " in message
     assert f"{arg.name} is " in message and ", expected " in message
+    assert "find any supported" in message
 
 
 # --- attributes -----------------------------------------------------------------------------------------------------
@@ -193,6 +221,7 @@ def spec_with(attrs: list[Attr]) -> OpSpec:
     return OpSpec("example", 3, like.inputs, like.outputs, tuple(attrs), like.body, like.reference, (), {})
 
 
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from(sorted(VALUES)), max_size=6), st.data())
 def test_attributes_survive_serialization(types: list[Any], data: st.DataObject) -> None:
     """What a plugin gives to be stored makes the same plugin when the engine is loaded."""
