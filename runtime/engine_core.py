@@ -26,7 +26,7 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
 from qwen4exp_trt.runtime.nan_trace import NanTrace
 from qwen4exp_trt.runtime.ngram_table import TokenWindow
-from qwen4exp_trt.runtime.sampler import SampledToken, sample
+from qwen4exp_trt.runtime.sampler import SampledToken
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
 from qwen4exp_trt.runtime.sequence import Sequence
@@ -283,11 +283,8 @@ class EngineCore:
         """Run a step. Returns the tokens of the rows of logits, which are those of ``entries``, and the stack."""
         requests = [request for entry in entries for request in entry.sequence.row_requests(entry.num_drafts)]
         vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
-        run_and_sample = getattr(self.backend, "sample_step", None)
-        if run_and_sample is not None:
-            step = run_and_sample(inputs, requests, vocab_limit)
-            return iter(step.tokens), step.stack
-        return iter(sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)), None
+        step = self.backend.sample_step(inputs, requests, vocab_limit)
+        return iter(step.tokens), step.stack
 
     def score(self, token_ids: Iterable[Any]) -> Tensor:
         """Float32 logits ``[T, vocab_size]`` after each token of one sequence.
