@@ -58,7 +58,8 @@ class DecodeGraphs:
 
     A graph takes steps of up to its shape: its inputs are padded. All are captured on ``stream``, so a result is only
     good until the next step. ``execute_for`` a shape gives what runs its steps, ``specs`` are their inputs. Without
-    ``captures`` a step is enqueued each time anew, on the same padded inputs at the same addresses.
+    ``captures`` a step is enqueued each time anew, on the same padded inputs at the same addresses. ``on_new_shape`` is
+    called when the first step of a shape has run.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class DecodeGraphs:
         device: torch.device,
         stream: Stream,
         captures: bool = True,
+        on_new_shape: Callable[[], None] = lambda: None,
     ) -> None:
         self._execute_for, self._specs, self._limits, self._device = execute_for, specs, limits, device
-        self._stream, self._captures = stream, captures
+        self._stream, self._captures, self._on_new_shape = stream, captures, on_new_shape
         self._prepared: dict[StepShape, _Prepared] = {}
         self.seconds = 0.0
         """That new shapes took: their first step, with what is compiled then, and the capture."""
@@ -103,10 +105,10 @@ class DecodeGraphs:
         buffer.copy_(layout.padding())
         views = layout.views(buffer)
         # What is loaded, allocated or chosen at a first call has to be there before the capture: one step of padding.
-        with self._stream.fork():
-            execute(views)
+        run_on_stream(self._stream, execute, views)
         self._stream.synchronize()
-        run = self._captured(execute, views) if self._captures else partial(self._enqueued, execute, views)
+        self._on_new_shape()
+        run = self._captured(execute, views) if self._captures else partial(run_on_stream, self._stream, execute, views)
         self.seconds += time.perf_counter() - start
         return _Prepared(buffer, run, itertools.cycle([_Staging(layout, self._stream) for _ in range(2)]))
 
@@ -119,11 +121,14 @@ class DecodeGraphs:
 
         return replay
 
-    def _enqueued(self, execute: Execute, views: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        with self._stream.fork():
-            results = execute(views)
-        self._stream.join()
-        return results
+
+def run_on_stream(stream: Stream, execute: Execute, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Enqueue a step on ``stream``, between what the caller has enqueued and what it enqueues next."""
+    try:
+        with stream.fork():
+            return execute(inputs)
+    finally:
+        stream.join()  # also behind a step that failed half way: its inputs are about to be freed
 
 
 def move_inputs(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime.cuda_device import is_lost
 from qwen4exp_trt.runtime.decode_graphs import DecodeGraphs, Execute, move_inputs
 from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.load_options import CudaGraphs
@@ -91,6 +92,10 @@ class ProgramBackend(ABC):
     def _execute_for(self, shape: StepShape) -> Execute:
         """What runs steps of ``shape``, in a block of the stream, to be captured."""
 
+    @abstractmethod
+    def _on_new_shape(self) -> None:
+        """What to do when the first step of a shape has run that is captured."""
+
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The logits of `run_step`."""
         return self.run_step(inputs).logits
@@ -145,7 +150,7 @@ class ProgramBackend(ABC):
 
     def close(self) -> None:
         """Let go of what steps need; none can be run afterwards. May be called twice."""
-        if self.stream is not None and not self._is_closed:
+        if self.stream is not None and not self._is_closed and not is_lost(self.device):
             self.stream.synchronize()
         self._is_closed, self._graphs = True, None
         self._sampling_graphs.clear()
@@ -182,7 +187,7 @@ class ProgramBackend(ABC):
         assert self.stream is not None
         captures = self.cuda_graphs == CudaGraphs.OWN
         specs = (*self.program.inputs, *more)
-        return DecodeGraphs(execute_for, specs, self.limits, self.device, self.stream, captures)
+        return DecodeGraphs(execute_for, specs, self.limits, self.device, self.stream, captures, self._on_new_shape)
 
     def _check_open(self) -> None:
         if self._is_closed:

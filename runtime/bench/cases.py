@@ -196,8 +196,11 @@ def batch_sizes(selection: Selection, effort: Effort, room: Room) -> tuple[int, 
 
 
 def longest_context(effort: Effort, room: Room, rows: int = 1) -> int:
-    """At which the steps of a case still fit in the longest sequence."""
-    return max(1, room.limits.max_seq_len - new_tokens(effort, rows))
+    """At which the steps of a case still fit in the longest sequence, and a page is left to it when they begin."""
+    limits = room.limits
+    return max(
+        1, min(limits.max_seq_len - new_tokens(effort, rows), (limits.blocks_per_seq - 1) * limits.block_size - 1)
+    )
 
 
 def new_tokens(effort: Effort, rows: int) -> int:
@@ -246,21 +249,25 @@ def _generate_cases(selection: Selection, effort: Effort, room: Room) -> Iterato
 def _why_not(case: Case, effort: Effort, room: Room) -> str | None:
     """Why ``case`` cannot be measured; None if it can."""
     if isinstance(case, PrefillCase):
-        return _why_too_long(1, case.prompt + 1, room)
+        return _why_too_long(1, case.prompt + 1, room, case.prompt)
     if case.batch > room.max_num_seqs:
         return f"{room.max_num_seqs} sequences run at a time, at most"
     if isinstance(case, GenerateCase):
-        return _why_too_long(case.batch, case.prompt + case.output, room)
+        return _why_too_long(case.batch, case.prompt + case.output, room, case.prompt)
     if case.drafts > MAX_DRAFTS:
         return f"a step verifies at most {MAX_DRAFTS} drafts of a sequence"
-    return _why_too_long(case.batch, case.context + new_tokens(effort, case.rows), room)
+    return _why_too_long(case.batch, case.context + new_tokens(effort, case.rows), room, case.context + 1)
 
 
-def _why_too_long(batch: int, length: int, room: Room) -> str | None:
+def _why_too_long(batch: int, length: int, room: Room, start: int = 1) -> str | None:
+    """Of sequences that have ``start`` tokens at first and ``length`` in the end."""
     limits = room.limits
     if length > limits.max_seq_len:
         return f"takes {length:,} tokens with those of its steps; the bundle is built for {limits.max_seq_len:,}"
-    pages = batch * min(-(-(length + DRAFT_ROWS) // limits.block_size), limits.blocks_per_seq)
+    in_the_end = batch * min(-(-(length + DRAFT_ROWS) // limits.block_size), limits.blocks_per_seq)
+    # The scheduler starts a sequence only if a page is left for each that runs.
+    at_first = batch * -(-start // limits.block_size) + batch - 1
+    pages = max(in_the_end, at_first)
     if pages > room.num_blocks:
         return f"takes {pages:,} pages of {limits.block_size} tokens, and there is memory for {room.num_blocks:,}"
     return None

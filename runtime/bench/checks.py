@@ -49,8 +49,10 @@ def check_bundle(bundle: LoadedBundle, with_agreement: bool) -> Checked:
     if with_agreement:
         other = _core_op_by_op(bundle)
         found, expected = _greedy(bundle, bundle.core(), ids), _greedy(bundle, other, ids)
+        expected_logits = other.score(ids)
+        _check_finite(expected_logits)
         equal = next((i for i, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), len(found))
-        agreement = Agreement(len(found), equal, relative_rms(other.score(ids), logits))
+        agreement = Agreement(len(found), equal, relative_rms(expected_logits, logits))
     return Checked(len(logits), agreement)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime.bench.cases import DecodeCase, Effort, StepKind, new_tokens
 from qwen4exp_trt.runtime.bench.loaded import LoadedBundle, Marks, check_sequences
 from qwen4exp_trt.runtime.bench.spread import Spread
@@ -29,9 +30,10 @@ class DeviceTimes:
     """Of one step that is enqueued again and again, with its sampling, while nothing waits for it."""
 
     step_ms: Spread
-    """On the GPU, from the end of one to the end of the next."""
+    """On the GPU, from the end of one to the end of the next. Where the host takes longer to enqueue a step than the
+    GPU to run it, that of the host."""
     enqueue_ms: Spread
-    """Of the host."""
+    """Of the host, for a step that finds the GPU idle and that it does not wait for."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,6 @@ def measure_decode(
     sequences = bundle.add(core, prompts, most=new_tokens(effort, case.rows) - 1)
     try:
         seconds, tokens = _time_steps(core, sequences, effort, clock)
-        check_sequences(sequences)
         device = None
         if bundle.is_gpu and case.kind is not StepKind.DRAFT:
             device = _time_device(bundle, core, sequences, case.drafts, effort, clock)
@@ -111,10 +112,11 @@ def _time_steps(
         for sequence in sequences:
             sequence.acceptance = RequestAcceptance()  # drafts go on although they are in vain
         start = clock()
-        core.step()
+        ran = core.step()
         seconds.append(clock() - start)
-        if any(sequence.error is not None for sequence in sequences):
-            break
+        check_sequences(sequences)
+        if len(ran) != len(sequences):
+            raise BundleError(f"only {len(ran)} of {len(sequences)} sequences were in a step: there are too few pages")
     return seconds, _num_tokens(sequences) - before
 
 
@@ -136,20 +138,35 @@ def _time_device(
     entries = [ScheduledSequence(sequence, drafts + 1, drafts) for sequence in sequences]
     inputs, _ = build_step_inputs(entries)
     operands = greedy_operands(len(inputs["logits_indices"]))
-    enqueue, marks, begin = list[float](), Marks(bundle.device), 0.0
-    for index in range(effort.warm_up + effort.iterations):
-        if index == effort.warm_up:
-            bundle.synchronize()
-            begin = clock()
-            marks.mark()
-        if index - effort.warm_up >= effort.least and clock() - begin > effort.seconds:
-            break
-        start = clock()
+
+    def enqueue() -> None:
         bundle.backend.draw_step(inputs, operands, bundle.vocab_limit)
-        if index >= effort.warm_up:
-            enqueue.append(clock() - start)
-            marks.mark()
-    return DeviceTimes(_milliseconds(marks.seconds()), _milliseconds(enqueue))
+
+    marks = Marks(bundle.device)
+    for _ in _rounds(effort, effort.warm_up, clock):
+        enqueue()
+    bundle.synchronize()
+    marks.mark()
+    for _ in _rounds(effort, effort.iterations, clock):
+        enqueue()
+        marks.mark()
+    on_device, seconds = marks.seconds(), list[float]()
+    for _ in _rounds(effort, effort.iterations, clock):
+        bundle.synchronize()
+        start = clock()
+        enqueue()
+        seconds.append(clock() - start)
+    bundle.synchronize()
+    return DeviceTimes(_milliseconds(on_device), _milliseconds(seconds))
+
+
+def _rounds(effort: Effort, most: int, clock: Clock) -> Iterator[int]:
+    """Up to ``most``, and no more than `Effort.least` of them when the time of a case is over."""
+    begin = clock()
+    for index in range(most):
+        if index >= effort.least and clock() - begin > effort.seconds:
+            return
+        yield index
 
 
 def _milliseconds(seconds: Sequence[float]) -> Spread:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ class Document:
     def write(self, path: Path | None) -> None:
         """None: nowhere."""
         if path is not None:
-            write_json(path, self.data)
+            write_json(path, plain(self.data))
 
     def add(self, case: Case, measured: Mapping[str, Any]) -> None:
         """A measured case."""
@@ -75,13 +76,15 @@ def describe_case(case: Case) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses as dicts, and enums as their values, all the way down."""
+    """What JSON has: dataclasses as dicts, sets as lists, and so on all the way down."""
     if is_dataclass(value) and not isinstance(value, type):
         return plain(asdict(value))
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no such number
     return value
 
 

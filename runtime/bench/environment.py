@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from qwen4exp_trt import __version__
-from qwen4exp_trt.plugins.compile import architecture
 from qwen4exp_trt.runtime.bench.gpu_reader import GpuReader
 from qwen4exp_trt.runtime.host_memory import meminfo
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 """The folder that holds the packages: a git checkout, or something else."""
-_PACKAGES = ("torch", "numpy", "onnx", "safetensors", "tokenizers", "tensorrt", "cuda-", "nvidia-", "triton")
-"""Beginnings of the names of packages whose versions matter."""
+_PACKAGES = ("numpy", "onnx", "safetensors", "tokenizers", "torch", "triton")
+_PACKAGES_THAT_BEGIN = ("cuda-", "nvidia-", "tensorrt")
+"""The packages whose versions matter."""
 _DGX_KEYS = ("DGX_NAME", "DGX_PRETTY_NAME", "DGX_SWBUILD_VERSION", "DGX_OTA_VERSION")
 """Of ``/etc/dgx-release``, which has a serial number as well."""
 _ROOT = Path("/")
@@ -53,18 +53,27 @@ def describe_gpu(device: torch.device, reader: GpuReader | None, sensors: str) -
     """None without one."""
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
+    properties, absent = torch.cuda.get_device_properties(device), dict[str, str]()
+
+    def asked(name: str, ask: Callable[[GpuReader], Any]) -> Any:
+        try:
+            return None if reader is None else ask(reader)
+        except Exception as error:  # a GB10 does not answer everything, and that is no reason to measure nothing
+            absent[name] = str(error)
+            return None
+
     return {
         "name": properties.name,
-        "architecture": architecture((properties.major, properties.minor)),
+        "architecture": f"sm{properties.major}{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
         "l2_bytes": getattr(properties, "L2_cache_size", None),
         "is_integrated": bool(properties.is_integrated),
         "cuda": torch.version.cuda,
-        "driver": None if reader is None else reader.driver(),
+        "driver": asked("driver", lambda reader: reader.driver()),
         "sensors": sensors,
-        "other_processes": None if reader is None else reader.other_processes(os.getpid()),
+        "other_processes": asked("other_processes", lambda reader: reader.other_processes(os.getpid())),
+        "absent": absent,
     }
 
 
@@ -85,8 +94,8 @@ def _git(folder: Path, *args: str) -> str:
 
 
 def _package_versions() -> dict[str, str]:
-    found = {item.metadata["Name"]: item.version for item in distributions() if item.metadata["Name"]}
-    return {name: found[name] for name in sorted(found) if name.lower().replace("_", "-").startswith(_PACKAGES)}
+    found = {item.name.lower().replace("_", "-"): item.version for item in distributions() if item.name}
+    return {name: found[name] for name in sorted(found) if name in _PACKAGES or name.startswith(_PACKAGES_THAT_BEGIN)}
 
 
 def _describe_system(root: Path) -> dict[str, Any]:

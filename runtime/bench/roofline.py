@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import torch
 
-from qwen4exp_trt.plugins.compile import architecture
 from qwen4exp_trt.plugins.cost import Cost, StepSize, sum_costs
 from qwen4exp_trt.runtime.bench.cases import DecodeCase, StepKind
 from qwen4exp_trt.runtime.bench.rates import Bandwidth
@@ -51,7 +50,7 @@ def make_rooflines(device: torch.device, bandwidth: Bandwidth, matmul_rate: floa
     published, name, is_unified, total, num_sms = None, "CPU", True, total_memory(), 0
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        published = DEVICES.get(architecture((properties.major, properties.minor)))
+        published = DEVICES.get(f"sm{properties.major}{properties.minor}")
         name, is_unified, total = properties.name, bool(properties.is_integrated), properties.total_memory
         num_sms = properties.multi_processor_count
     measured = Device(

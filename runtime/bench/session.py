@@ -151,7 +151,7 @@ class Session:
             document.load = {
                 "seconds": self._clock() - start,
                 "weights": "checkpoint" if settings.random_seed is None else f"random, seed {settings.random_seed}",
-                **llm.info,
+                **_without_paths(llm.info),
             }
             document.memory = {"before_loading": before, "after_loading": _memory_now(device)}
             try:
@@ -171,7 +171,7 @@ class Session:
                     times = measure(bundle, case, settings.effort)
                     during = sampled()
                 document.add(case, {**describe(bundle, case, times, rooflines), "sensors": during})
-            except (Q4eError, RuntimeError) as error:
+            except Exception as error:
                 document.fail(case, self._in_words(error))
                 self._say(f"failed: {document.failed[-1]['reason']}")
                 if is_lost(bundle.device):
@@ -189,7 +189,9 @@ class Session:
 
     def _in_words(self, error: BaseException) -> str:
         """One line, without the paths of this machine that we know of."""
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = " ".join(str(error).split())
+        if not isinstance(error, Q4eError):
+            text = f"{type(error).__name__}: {text}"
         given, folder = self.settings.bundle, self.settings.bundle.resolve()
         for path, name in ((folder, folder.name), (given, folder.name), (Path.home(), "~")):
             text = text.replace(str(path), name)
@@ -237,6 +239,15 @@ def _describe_engine(backend: TensorRTBackend) -> dict[str, Any]:
         "activation_bytes": session.activations.nbytes,
         "jit_cache": None if cache.path is None else {"is_hit": cache.loaded_bytes > 0, "bytes": cache.loaded_bytes},
     }
+
+
+def _without_paths(info: Mapping[str, Any]) -> dict[str, Any]:
+    """`LLM.info` as it is, but for where the files of an n-gram table are."""
+    disks = info["ngram_table"].get("disks")
+    if disks is None:
+        return dict(info)
+    named = {name: {key: value for key, value in disk.items() if key != "path"} for name, disk in disks.items()}
+    return {**info, "ngram_table": {**info["ngram_table"], "disks": named}}
 
 
 def _describe_preparation(bundle: LoadedBundle) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Column = tuple[str, Callable[[Row], str]]
 
 _ABSENT = "-"
 _NOTES = """step: in the serving loop, until the tokens are on the host; device: the GPU alone, steps back to back
-enqueue, host: of the host, for a step that nothing waits for; and what a step takes beside the device
+enqueue: the host's part of a step that it does not wait for; host: what a step takes beside the device
 floor: the bytes of weights and states, or the products, at the rates measured above; x floor: step over it
 x published: step over the floor at the published rates; spread: p10 to p90, as a share of the median"""
 
@@ -77,7 +77,8 @@ def _conditions(document: Document) -> str:
             least, most = min(each["least"] for each in found), max(each["most"] for each in found)
             parts.append(f"{least:.0f} to {most:.0f} {unit}")
     if not parts:
-        return f"GPU sensors: {document.environment['gpu']['sensors'] if document.environment['gpu'] else 'no GPU'}"
+        gpu = document.environment["gpu"]
+        return "no GPU" if gpu is None else f"no samples of the GPU's sensors ({gpu['sensors']})"
     return f"GPU: {', '.join(parts)}; clocks held down by: {', '.join(throttled) or 'nothing that shows'}"
 
 

@@ -70,6 +70,11 @@ class Session:
         self.context_seconds += time.perf_counter() - start
         return context
 
+    def drop(self, context: Context) -> None:
+        """Let go of one that could not run."""
+        context.handle = None
+        self.contexts.remove(context)
+
     def use_activations(self, memory: Tensor) -> None:
         """Let all contexts, those to come as well, have ``memory``, which is no smaller than `activations`."""
         assert memory.nbytes >= self.activations.nbytes

@@ -35,6 +35,7 @@ def test_decode_batches_and_contexts() -> None:
     """Powers of two and the largest batch, each at the contexts that fit and at the longest that leaves room."""
     cases = chosen(replace(NOTHING, decode=True, drafts=()))
     longest = LIMITS.max_seq_len - new_tokens(EFFORTS["default"], 1)
+    assert longest // LIMITS.block_size < LIMITS.blocks_per_seq - 1
     expected = [DecodeCase(batch, context) for batch in (1, 2, 4, 6) for context in (2048, 32_768, longest)]
     assert list(cases.cases) == expected
     assert set(reasons(cases)) == {f"decode of {batch} x 131,072 tokens" for batch in (1, 2, 4, 6)}
@@ -76,6 +77,17 @@ def test_a_bundle_for_very_short_sequences_has_cases_too() -> None:
     kinds = [type(case) for case in cases.cases]
     assert kinds == [DecodeCase, DecodeCase, DecodeCase, GenerateCase, GenerateCase]
     assert {type(each.case) for each in cases.left_out} == {DecodeCase, PrefillCase}
+
+
+def test_a_full_batch_of_the_longest_is_started_together() -> None:
+    """A sequence begins only if a page is left for each that runs: the longest context leaves one of its own."""
+    effort = replace(EFFORTS["quick"], iterations=2, warm_up=1)
+    selection = replace(NOTHING, decode=True, drafts=(), batches=(6,))
+    longest = choose_cases(selection, effort, ROOM).cases[-1]
+    assert longest == DecodeCase(6, (LIMITS.blocks_per_seq - 1) * LIMITS.block_size - 1)
+    full = replace(selection, contexts=(LIMITS.max_seq_len - 20,))
+    (left_out,) = choose_cases(full, effort, ROOM).left_out
+    assert left_out.reason == "takes 6,149 pages of 64 tokens, and there is memory for 6,144"
 
 
 def test_every_case_that_is_chosen_fits() -> None:

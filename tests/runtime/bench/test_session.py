@@ -9,13 +9,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import bundles
 import pytest
 
 from qwen4exp_trt.runtime.bench import results, session
 from qwen4exp_trt.runtime.bench.__main__ import main
 from qwen4exp_trt.runtime.bench.cases import DecodeCase, PrefillCase
 from qwen4exp_trt.runtime.bench.environment import CHECKOUT
+from qwen4exp_trt.runtime.disk_speed import DiskSpeed
 from qwen4exp_trt.runtime.engine_core import EngineCore
+from qwen4exp_trt.runtime.ngram_rows import _Table
 
 from .conftest import QUICK
 
@@ -123,6 +126,19 @@ def test_the_file_tells_no_paths_and_no_names(measured: dict[str, Any], mtp_bund
         assert secret not in text
 
 
+def test_a_table_on_disk_is_read_and_its_place_is_not_told(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speed = DiskSpeed(str(tmp_path), "ext4", False, 90.0, 0.2, 0.01, uses_threads=False)
+    monkeypatch.setattr(_Table, "measure_disk", lambda self: speed)
+    bundle, file = bundles.disk_bundle(tmp_path_factory.getbasetemp()), tmp_path / "result.json"
+    flags = ("--batch", "1", "--context", "20", "--drafts", "0", "--decode-only", "--json", str(file))
+    assert main([str(bundle), *QUICK, *flags]) == 0
+    (disk,) = read(file)["load"]["ngram_table"]["disks"].values()
+    assert disk["file_system"] == "ext4" and disk["token_ms"] == 0.2
+    assert str(tmp_path) not in file.read_text()
+
+
 def test_an_interrupted_run_keeps_what_it_has(
     mtp_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -163,7 +179,7 @@ def test_a_failing_case_does_not_lose_the_others(
     assert main([str(mtp_bundle), *QUICK, *flags]) == 1
     found = read(tmp_path / "f")
     assert [row["case"]["batch"] for row in found["decode"]] == [1, 4]
-    reason = f"CUDA error in {mtp_bundle.name}/kernels of ~/x"
+    reason = f"RuntimeError: CUDA error in {mtp_bundle.name}/kernels of ~/x"
     assert found["failed"] == [{"what": "decode of 2 x 20 tokens", "reason": reason}]
     assert found["state"] == "complete"
     assert f"failed: decode of 2 x 20 tokens: {reason}" in capsys.readouterr().out

@@ -117,6 +117,10 @@ def test_what_cannot_be_captured_is_refused(trt: SimulatedTensorRT, engine_bundl
     engine.run(prompt(20))
     with pytest.raises(BundleError, match=r"a step of the shapes .* cannot be captured in a CUDA graph; load"):
         engine.run(decode(20))
+    assert len(engine.session.contexts) == 2, "what could not run is dropped"
+    trt.is_capturable = True
+    assert torch.equal(loaded.run(prompt(20)), engine.run(prompt(20)))
+    assert torch.equal(loaded.run(decode(20)), engine.run(decode(20)))
     assert backend_of(trt, engine_bundle, loaded, cuda_graphs=CudaGraphs.NONE).run(decode(0)).isfinite().all()
 
 
@@ -180,6 +184,16 @@ def test_a_closed_engine_is_gone(trt: SimulatedTensorRT, engine_bundle: Path, lo
     for use in (engine.run, engine.run_step, lambda inputs: engine.draw_step(inputs, {}, None)):
         with pytest.raises(BundleError, match="this backend was closed, so it runs nothing more; load the"):
             use(decode(0))
+
+
+def test_an_engine_on_a_lost_gpu_is_closed_all_the_same(
+    trt: SimulatedTensorRT, engine_bundle: Path, loaded: EagerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = backend_of(trt, engine_bundle, loaded)
+    monkeypatch.setattr("qwen4exp_trt.runtime.program_backend.is_lost", lambda device: True)
+    monkeypatch.setattr(CpuStream, "synchronize", None)
+    engine.close()
+    assert engine.session.engine is None
 
 
 def test_options_that_a_backend_lacks(engine_bundle: Path) -> None:
