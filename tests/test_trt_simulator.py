@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -432,7 +433,10 @@ def test_a_runtime_cache_is_of_one_version(session: HandMadeSession, trt: Simula
 
 def test_the_inspector_tells_what_the_build_did(bundle: Path, trt: SimulatedTensorRT) -> None:
     session = HandMadeSession(trt)
-    trt.engine_files[0].layers["layers"] = [{"name": "a", "type": "gemm"}]
+    layer = {"name": "a", "type": "gemm", "inputs": [], "outputs": [], "modules": ["layers.0.mlp"]}
+    trt.engine_files[0].layers["layers"] = [{**layer, "profile": name} for name in ("decode", "prefill")]
     inspector = session.engine.create_engine_inspector()
     inspector.execution_context = session.context
-    assert '"name": "a"' in inspector.get_engine_information(trt.LayerInformationFormat.JSON)
+    told = json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+    assert [layer["Name"] for layer in told["Layers"]] == ["a", "a [profile 1]"]
+    assert told["Layers"][0]["Metadata"] == "[ONNX Layer: layers.0.mlp]"
