@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from qwen4exp_trt.runtime.ngram_rows import NgramRows
 from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.program import Program, identifier_from_path, path_from_identifier
 from qwen4exp_trt.runtime.progress_line import Progress
+from qwen4exp_trt.runtime.sampler import SampleRequest
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
+from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, sampled_step
 from qwen4exp_trt.runtime.text_file import read_text
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
 
@@ -139,6 +141,12 @@ class _ObservingBackend:
 
     def prefetch(self, windows: Iterable[TokenWindow], at_once: bool = False) -> None:
         self.rows.prefetch(windows, at_once)
+
+    def sample_step(
+        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+    ) -> SampledStep:
+        """As that of `ProgramBackend`."""
+        return sampled_step(StepResult(self.run(inputs), None), requests, vocab_limit)
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         observer = _Observer(self.program.module, {identifier_from_path(path) for path in self.amax})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,8 +31,10 @@ from qwen4exp_trt.runtime.own_linears import MOST_TOKENS, with_own_linears
 from qwen4exp_trt.runtime.packed_inputs import StepShape
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.program_backend import ProgramBackend
+from qwen4exp_trt.runtime.sampler import SampleRequest
 from qwen4exp_trt.runtime.specs import NgramRowsSpec, PleResidency
 from qwen4exp_trt.runtime.state_pool import StatePool, allocate_states
+from qwen4exp_trt.runtime.step_result import SampledStep
 from qwen4exp_trt.runtime.streams import CudaStream, Stream
 from qwen4exp_trt.runtime.tensor_reader import TensorReader
 from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
@@ -49,7 +51,7 @@ BACKENDS = ("eager", *MODULE_OF_BACKEND)
 
 
 class Backend(Protocol):
-    """Runs steps over states that it owns, on ``device``. It may sample as well: see `ProgramBackend.sample_step`."""
+    """Runs steps over states that it owns, on ``device``."""
 
     @property
     def device(self) -> torch.device: ...
@@ -63,6 +65,15 @@ class Backend(Protocol):
         """Run one step, update the states, and return float32 logits ``[L, vocab_size]``.
 
         `UnreadableRowsError` before anything has changed: the step can be run without the sequences that it names.
+        """
+        ...
+
+    def sample_step(
+        self, inputs: Mapping[str, Tensor], requests: Sequence[SampleRequest], vocab_limit: int | None
+    ) -> SampledStep:
+        """Run one step as `run` does, and sample as `sampler.sample` does from row i of the logits for request i.
+
+        ``inputs`` may ask for logits of more rows.
         """
         ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import threading
 from collections import deque
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import DroppedError, PromptTooLongError, RequestError, UnreadableRowsError
 from qwen4exp_trt.runtime.backend import Backend
+from qwen4exp_trt.runtime.cuda_device import is_lost
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.verification import verified
 from qwen4exp_trt.runtime.hooks import NoPrefixCache, PrefixCache
@@ -24,7 +26,7 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.metrics import EngineMetrics, Metric, gauge
 from qwen4exp_trt.runtime.nan_trace import NanTrace
 from qwen4exp_trt.runtime.ngram_table import TokenWindow
-from qwen4exp_trt.runtime.sampler import SampledToken, sample
+from qwen4exp_trt.runtime.sampler import SampledToken
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence, Scheduler
 from qwen4exp_trt.runtime.sequence import Sequence
@@ -32,6 +34,8 @@ from qwen4exp_trt.runtime.sequence_states import SequenceStates
 from qwen4exp_trt.runtime.step_inputs import build_step_inputs
 from qwen4exp_trt.runtime.stopping import StopChecker
 from qwen4exp_trt.runtime.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _UNUSABLE = (
     "its logits have NaN, +inf or only -inf, so no token can be sampled: the model's weights or states are damaged, "
@@ -149,6 +153,13 @@ class EngineCore:
                 for entry in scheduled:
                     self._drop(entry.sequence, f"a step failed that it shared with others: {brief(error)}", error)
                 raise
+
+    def go_on_after(self, error: Exception, sequences: Iterable[Sequence]) -> None:
+        """Log ``error``, with which `step` has failed and dropped what it ran. Raises it if no other step would do
+        better: the GPU is lost, or none of ``sequences``, which are open, was dropped."""
+        if is_lost(self.backend.device) or all(sequence.error is None for sequence in sequences):
+            raise error
+        logger.error("a step failed with its requests", exc_info=error)
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -272,11 +283,8 @@ class EngineCore:
         """Run a step. Returns the tokens of the rows of logits, which are those of ``entries``, and the stack."""
         requests = [request for entry in entries for request in entry.sequence.row_requests(entry.num_drafts)]
         vocab_limit = self.tokenizer.vocab_size if self.tokenizer else None
-        run_and_sample = getattr(self.backend, "sample_step", None)
-        if run_and_sample is not None:
-            step = run_and_sample(inputs, requests, vocab_limit)
-            return iter(step.tokens), step.stack
-        return iter(sample(self.backend.run(inputs)[: len(requests)], requests, vocab_limit)), None
+        step = self.backend.sample_step(inputs, requests, vocab_limit)
+        return iter(step.tokens), step.stack
 
     def score(self, token_ids: Iterable[Any]) -> Tensor:
         """Float32 logits ``[T, vocab_size]`` after each token of one sequence.

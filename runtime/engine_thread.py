@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qwen4exp_trt.errors import EngineError, QueueFullError, RequestError
-from qwen4exp_trt.runtime.cuda_device import is_lost
 from qwen4exp_trt.runtime.engine_core import EngineCore, brief
 from qwen4exp_trt.runtime.outputs import StreamChunk, joined_chunks
 from qwen4exp_trt.runtime.sequence import Sequence
@@ -184,9 +183,7 @@ class EngineThread:
             changed = self._core.step()
         except Exception as error:
             changed = [request.sequence for request in self._requests.values()]
-            if is_lost(self._core.backend.device) or all(sequence.error is None for sequence in changed):
-                raise  # no other step would do better
-            logger.error("a step failed with its requests", exc_info=error)
+            self._core.go_on_after(error, changed)
         if not changed:
             time.sleep(_IDLE_S)
         self._deliver(self._news(changed))

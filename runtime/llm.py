@@ -182,7 +182,9 @@ class LLM:
 
         ``params``: one for all, one for each, or None for `default_sampling_params`. ``priority``: of each prompt
         (None: 0 for all); of those that wait the lowest run first. Raises `RequestError` before anything runs if one of
-        the requests cannot be served.
+        the requests cannot be served. Of several, one that is given up later (its logits were NaN, or a step failed
+        that it was in) has the finish reason ``error`` and a `DroppedError` in ``RequestOutput.error``, and the others
+        go on; what leaves none of them a result is raised.
         """
         prompt_list = [prompts] if isinstance(prompts, str | Mapping) else _checked_list("prompts", prompts)
         priorities = [0] * len(prompt_list) if priority is None else _checked_list("priority", priority)
@@ -268,14 +270,19 @@ class LLM:
         try:
             for sequence in sequences:
                 self.core.add(sequence)
-            while unfinished := [sequence for sequence in sequences if sequence.finish_reason is None]:
-                for sequence in unfinished:
-                    if sequence.error is not None:
-                        raise sequence.error
-                self.core.step()
+            while unfinished := [each for each in sequences if each.finish_reason is None and each.error is None]:
+                try:
+                    self.core.step()
+                except Exception as error:
+                    if all(sequence.error is not None for sequence in sequences):
+                        raise
+                    self.core.go_on_after(error, unfinished)
         finally:
             for sequence in sequences:
                 self.core.abort(sequence)
+        errors = [sequence.error for sequence in sequences if sequence.error is not None]
+        if errors and len(errors) == len(sequences):
+            raise errors[0]
         return [sequence.request_output() for sequence in sequences]
 
     def _stream(self, sequence: RequestSequence) -> Stream:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from qwen4exp_trt.errors import DroppedError
 from qwen4exp_trt.runtime.metrics import RequestMetrics
 from qwen4exp_trt.runtime.sampler import SampledToken
 from qwen4exp_trt.runtime.stopping import FinishReason
@@ -75,7 +76,11 @@ def joined_chunks(chunks: Sequence[StreamChunk]) -> StreamChunk:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A request's prompt and outputs. ``prompt`` is None if the request came as token ids."""
+    """A request's prompt and outputs. ``prompt`` is None if the request came as token ids.
+
+    ``error`` says why a request was given up (`DroppedError`): its ``finish_reason`` is ``error`` then, and its output
+    what it had until there.
+    """
 
     request_id: str
     prompt: str | None
@@ -83,6 +88,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    error: DroppedError | None = None
 
 
 def logprobs_from_sampled(sampled: SampledToken, tokenizer: Tokenizer | None) -> dict[int, Logprob] | None:

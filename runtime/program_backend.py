@@ -25,7 +25,6 @@ from qwen4exp_trt.runtime.sampler import (
     draw,
     draw_rows,
     report,
-    sample,
     sampling_operands,
 )
 from qwen4exp_trt.runtime.specs import TensorSpec
@@ -36,6 +35,7 @@ from qwen4exp_trt.runtime.step_result import (
     StepResult,
     drawn_step,
     real_rows,
+    sampled_step,
     stack_of,
     step_result,
 )
@@ -124,8 +124,7 @@ class ProgramBackend(ABC):
                     stacks = [spec for spec in self.program.outputs if spec.name != "logits"]
                     stack = stack_of(real_rows(stacks, results, inputs, is_reused=True))
                     return SampledStep(_report(results, requests, vocab_limit), stack)
-        result = self._run(inputs)
-        return SampledStep(sample(result.logits[: len(requests)], requests, vocab_limit), result.stack)
+        return sampled_step(self._run(inputs), requests, vocab_limit)
 
     def draw_step(
         self, inputs: Mapping[str, Tensor], operands: Mapping[str, Tensor], vocab_limit: int | None

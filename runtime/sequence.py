@@ -137,7 +137,7 @@ class Sequence:
     def request_output(self, finish_reason: FinishReason | None = None) -> RequestOutput:
         """The request's result so far; ``finish_reason`` is that of one which ended otherwise than by its output."""
         out = self._output
-        reason = out.finish_reason or finish_reason
+        reason = out.finish_reason or finish_reason or (None if self.error is None else "error")
         completion = CompletionOutput(
             index=0,
             text="".join(out.texts),
@@ -148,7 +148,8 @@ class Sequence:
             stop_reason=out.stop_reason,
         )
         finished, metrics = reason is not None, replace(self.metrics)
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, [completion], finished, metrics)
+        prompt = self.request_id, self.prompt, self.prompt_token_ids
+        return RequestOutput(*prompt, [completion], finished, metrics, self.error)
 
 
 @dataclass

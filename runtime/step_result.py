@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.runtime.sampler import SampledToken, draw
+from qwen4exp_trt.runtime.sampler import SampledToken, SampleRequest, draw, sample
 from qwen4exp_trt.runtime.specs import NEXT_STACK, STACK, TensorSpec
 
 
@@ -64,6 +64,11 @@ def stack_of(results: Mapping[str, Tensor]) -> Tensor | None:
 def step_result(results: Mapping[str, Tensor]) -> StepResult:
     """From a step's `real_rows`."""
     return StepResult(results["logits"].to(torch.float32), stack_of(results))
+
+
+def sampled_step(result: StepResult, requests: Sequence[SampleRequest], vocab_limit: int | None) -> SampledStep:
+    """Sample from the first rows of the logits of a step that has run, one for each request."""
+    return SampledStep(sample(result.logits[: len(requests)], requests, vocab_limit), result.stack)
 
 
 def drawn_step(result: StepResult, operands: Mapping[str, Tensor], vocab_limit: int | None) -> DrawnStep:

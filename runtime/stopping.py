@@ -8,7 +8,7 @@ from typing import Literal
 
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 """A stop token or string, the longest length, or somebody who did not want the rest."""
 
 

@@ -10,12 +10,20 @@ from torch import Tensor
 
 from qwen4exp_trt.runtime.ngram_table import TokenWindow
 from qwen4exp_trt.runtime.state_pool import StatePool
+from qwen4exp_trt.runtime.step_result import SampledStep, StepResult, sampled_step
 
 VOCAB_SIZE = 50
 NAN_TOKEN = 40
 
 
-class CountingBackend:
+class SamplesLogits:
+    """The part of a backend that follows from its ``run``."""
+
+    def sample_step(self: Any, inputs: Mapping[str, Tensor], requests: Any, vocab_limit: int | None) -> SampledStep:
+        return sampled_step(StepResult(self.run(inputs), None), requests, vocab_limit)
+
+
+class CountingBackend(SamplesLogits):
     """Predicts the token after the last one; `NAN_TOKEN` gives NaN, and with ``error`` every step fails."""
 
     device, states = torch.device("cpu"), StatePool((), {})

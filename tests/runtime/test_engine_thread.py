@@ -11,7 +11,7 @@ import pytest
 from counting_backend import NAN_TOKEN, VOCAB_SIZE, CountingBackend
 
 from qwen4exp_trt.errors import EngineError, RequestError
-from qwen4exp_trt.runtime import SamplingParams, engine_thread
+from qwen4exp_trt.runtime import SamplingParams, engine_core
 from qwen4exp_trt.runtime.engine_core import EngineCore
 from qwen4exp_trt.runtime.engine_thread import EngineThread, OpenRequest
 from qwen4exp_trt.runtime.limits import EngineLimits
@@ -113,7 +113,7 @@ def test_output_before_an_error_is_not_lost(run: Callable[..., None]) -> None:
 
 
 def test_a_lost_gpu_ends_all_requests_with_one_error(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "is_lost", lambda device: True)
+    monkeypatch.setattr(engine_core, "is_lost", lambda device: True)
 
     async def main(engine: EngineThread, core: EngineCore, backend: SlowBackend) -> None:
         backend.may_step.clear()

@@ -10,6 +10,7 @@ from typing import Any
 import bundles
 import pytest
 import torch
+from counting_backend import SamplesLogits
 from serving import generated, ids, observed_steps
 from torch import Tensor
 
@@ -171,7 +172,7 @@ def test_every_eos_ends_an_output_unless_ignored(llm: LLM, eos: int, monkeypatch
     assert set(llm.manifest.stop_token_ids) == {bundles.ENDOFTEXT, bundles.IM_END}
     backend = llm.core.backend
 
-    class FavoursEos:
+    class FavoursEos(SamplesLogits):
         prefetch = staticmethod(backend.prefetch)
 
         def run(self, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import bundles
 import pytest
 import torch
+from counting_backend import SamplesLogits
 from distributions import assert_same_distribution
 from draft_proposers import Propose, drafting_of, right_up_to
 from serving import assert_idle, generated, ids, observed_steps
@@ -185,7 +186,7 @@ def test_a_row_without_usable_logits_ends_its_request_alone(texts: Texts, drafte
     bad_token = texts[tuple(PROMPTS[1])][5]
     backend = drafted.core.backend
 
-    class Poisoned:
+    class Poisoned(SamplesLogits):
         prefetch = staticmethod(backend.prefetch)
 
         def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
