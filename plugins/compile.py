@@ -7,7 +7,7 @@ import importlib
 import io
 import os
 import re
-import tempfile
+import secrets
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -132,9 +132,13 @@ def supported_architectures() -> list[str]:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write ``path`` under a temporary name, then rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    os.replace(file.name, path)
+    # Not a file of `tempfile`, which others could not read.
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def cache_dir() -> Path:

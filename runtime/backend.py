@@ -111,6 +111,9 @@ class EagerBackend(ProgramBackend):
     def _execute_for(self, shape: StepShape) -> Execute:
         return self._execute
 
+    def _on_new_shape(self) -> None:
+        """Kernels that were compiled are kept by themselves."""
+
     def _execute(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         has_few = len(inputs["input_ids"]) <= MOST_TOKENS
         program = self._program_for_few if has_few else self.program

@@ -58,7 +58,8 @@ class DecodeGraphs:
 
     A graph takes steps of up to its shape: its inputs are padded. All are captured on ``stream``, so a result is only
     good until the next step. ``execute_for`` a shape gives what runs its steps, ``specs`` are their inputs. Without
-    ``captures`` a step is enqueued each time anew, on the same padded inputs at the same addresses.
+    ``captures`` a step is enqueued each time anew, on the same padded inputs at the same addresses. ``on_new_shape`` is
+    called when the first step of a shape has run.
     """
 
     def __init__(
@@ -69,9 +70,10 @@ class DecodeGraphs:
         device: torch.device,
         stream: Stream,
         captures: bool = True,
+        on_new_shape: Callable[[], None] = lambda: None,
     ) -> None:
         self._execute_for, self._specs, self._limits, self._device = execute_for, specs, limits, device
-        self._stream, self._captures = stream, captures
+        self._stream, self._captures, self._on_new_shape = stream, captures, on_new_shape
         self._prepared: dict[StepShape, _Prepared] = {}
         self.seconds = 0.0
         """That new shapes took: their first step, with what is compiled then, and the capture."""
@@ -106,6 +108,7 @@ class DecodeGraphs:
         with self._stream.fork():
             execute(views)
         self._stream.synchronize()
+        self._on_new_shape()
         run = self._captured(execute, views) if self._captures else partial(self._enqueued, execute, views)
         self.seconds += time.perf_counter() - start
         return _Prepared(buffer, run, itertools.cycle([_Staging(layout, self._stream) for _ in range(2)]))

@@ -119,7 +119,10 @@ class Batch:
         """Wait for what is read, and fill the pieces' parts of the result."""
         self._wait()
         for piece, staged in self._computed:
-            _copy(piece.target, _evaluate(piece.recipe, iter(staged), piece.target.device))
+            if isinstance(piece.recipe, Source) and staged[0].dtype == piece.target.dtype:
+                _copy(piece.target, staged[0])  # straight to its place: no copy of it is made on a GPU
+            else:
+                _copy(piece.target, _evaluate(piece.recipe, iter(staged), piece.target.device))
         if self._memory is not None:
             staging.give_back(self._memory)
 
@@ -142,7 +145,7 @@ def _copy(target: Tensor, value: Tensor) -> None:
     """``value`` into ``target``, cast. Packed FP4 as bytes: what torch can do with it depends on the device."""
     if value.dtype == target.dtype == torch.float4_e2m1fn_x2:
         target, value = target.view(torch.uint8), value.view(torch.uint8)
-    target.copy_(value)
+    target.copy_(value, non_blocking=True)
 
 
 def _evaluate(recipe: WeightRecipe, staged: Iterator[Tensor], device: torch.device) -> Tensor:

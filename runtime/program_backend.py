@@ -91,6 +91,10 @@ class ProgramBackend(ABC):
     def _execute_for(self, shape: StepShape) -> Execute:
         """What runs steps of ``shape``, in a block of the stream, to be captured."""
 
+    @abstractmethod
+    def _on_new_shape(self) -> None:
+        """What to do when the first step of a shape has run that is captured."""
+
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """The logits of `run_step`."""
         return self.run_step(inputs).logits
@@ -183,7 +187,7 @@ class ProgramBackend(ABC):
         assert self.stream is not None
         captures = self.cuda_graphs == CudaGraphs.OWN
         specs = (*self.program.inputs, *more)
-        return DecodeGraphs(execute_for, specs, self.limits, self.device, self.stream, captures)
+        return DecodeGraphs(execute_for, specs, self.limits, self.device, self.stream, captures, self._on_new_shape)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -27,7 +27,7 @@ from qwen4exp_trt.runtime.tensorrt import jit_cache as jit
 from qwen4exp_trt.runtime.tensorrt.bindings import Bindings, is_bindable
 from qwen4exp_trt.runtime.tensorrt.capabilities import Capabilities
 from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
-from qwen4exp_trt.runtime.tensorrt.engine_tensors import check_io_tensors
+from qwen4exp_trt.runtime.tensorrt.engine_tensors import check_io_tensors, check_profiles
 from qwen4exp_trt.runtime.tensorrt.session import Context, Session
 from qwen4exp_trt.runtime.weights import dtype_from_name
 
@@ -82,7 +82,9 @@ class TensorRTBackend(ProgramBackend):
         name = f"{DRAFT_DIR}/{ENGINE_FILE}" if is_draft else ENGINE_FILE
         cache = jit.JitCache(cache_folder and cache_folder / jit.file_name(trt, manifest, name))
         self.session = Session(trt, folder / name, device, stream, self.cuda_graphs, cache)
-        check_io_tensors((folder / name).parent, trt, self.session.engine, program, built.debug_outputs)
+        part = (folder / name).parent
+        check_io_tensors(part, trt, self.session.engine, program, built.debug_outputs)
+        check_profiles(part, self.session.engine, self.profiles)
         self.outputs = allocate_outputs(program.outputs, manifest, device)
         self.debug_outputs = allocate_outputs(built.debug_outputs, manifest, device)
         """Values between the layers, if the engine shows some: of a step, in as many elements in front as it has."""
@@ -123,16 +125,17 @@ class TensorRTBackend(ProgramBackend):
             given = {spec.name: inputs[spec.name] for spec in self.program.inputs}
             if context is None:
                 context = self._make_context(self._bindings.check_step(given), is_captured)
-                context.enqueue(given)
-                self.session.jit_cache.save()  # a process may end without `close`
-            else:
-                context.enqueue(given)
+            context.enqueue(given)
             return {
                 spec.name: self.outputs[spec.name][: extent_of(spec.shape[0], shape.dims)]
                 for spec in self.program.outputs
             }
 
         return execute
+
+    def _on_new_shape(self) -> None:
+        """A process may end without `close`."""
+        self.session.jit_cache.save()
 
     def _make_context(self, profile: str, is_captured: bool = False) -> Context:
         return self.session.make_context(self._profile_indices[profile], self._bindings, is_captured)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +42,26 @@ def check_io_tensors(
             problems.append(f"{name} is {found.get(name, 'absent')}, expected {expected.get(name, 'none')}")
     if problems:
         raise BundleError(f"{folder}: the engine's tensors are not the program's: {listing(problems)}; build it again")
+
+
+def check_profiles(folder: Path, engine: Any, profiles: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]) -> None:
+    """`BundleError` naming every range that the engine's profiles have otherwise than ``profiles``, the manifest's: it
+    is by these that a step's profile is chosen."""
+    if engine.num_optimization_profiles != len(profiles):
+        raise BundleError(
+            f"{folder}: the engine has {engine.num_optimization_profiles} profiles, the manifest "
+            f"{', '.join(profiles)}; build it again"
+        )
+    problems = []
+    for index, (profile, ranges) in enumerate(profiles.items()):
+        for name, expected in ranges.items():
+            low, _, high = ([*shape] for shape in engine.get_tensor_profile_shape(name, index))
+            if [low, high] != [[*expected[0]], [*expected[2]]]:
+                problems.append(f"{name} is {low} to {high} in {profile}, not {[*expected[0]]} to {[*expected[2]]}")
+    if problems:
+        raise BundleError(
+            f"{folder}: the engine's profiles are not the manifest's: {listing(problems)}; build it again"
+        )
 
 
 def engine_tensors(trt: ModuleType, engine: Any) -> dict[str, IOTensor]:

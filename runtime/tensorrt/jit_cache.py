@@ -20,7 +20,8 @@ Any other value is a folder."""
 
 
 def jit_cache_folder(where: str | Path, bundle: Path, capabilities: Capabilities) -> Path | None:
-    """The folder that ``where`` means for ``bundle``, or None; `BundleError` if a module has no such cache."""
+    """The folder that ``where`` means for ``bundle``, or None; `BundleError` if a module has no such cache, or it is
+    no folder."""
     if not capabilities.compiles_at_run_time:
         if where not in (USER, NONE):
             raise BundleError(
@@ -29,7 +30,13 @@ def jit_cache_folder(where: str | Path, bundle: Path, capabilities: Capabilities
             )
         return None
     known = {USER: user_cache_dir() / "engines", BUNDLE: bundle / JIT_CACHE_DIR, NONE: None}
-    return known[str(where)] if str(where) in known else Path(where)
+    folder = known[str(where)] if str(where) in known else Path(where)
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise BundleError(
+            f"jit_cache (--jit-cache) is {str(where)!r}, but {folder} is no folder; give the folder that the compiled "
+            "kernels are kept in"
+        )
+    return folder
 
 
 def file_name(trt: ModuleType, manifest: Manifest, engine: str) -> str:

@@ -175,7 +175,7 @@ def test_every_eos_ends_an_output_unless_ignored(llm: LLM, eos: int, monkeypatch
         prefetch = staticmethod(backend.prefetch)
 
         def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-            logits = backend.run(inputs)
+            logits = backend.run(inputs).clone()
             logits[:, eos] = 1e3
             return logits
 

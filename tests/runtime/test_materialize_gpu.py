@@ -81,6 +81,20 @@ def test_every_transform_gives_the_bits_of_the_cpu(tmp_path: Path, name: str) ->
         assert_equal(materialize(RECIPES[name], reader, "cuda"), materialize(RECIPES[name], reader))
 
 
+def test_what_needs_no_transform_is_on_the_gpu_once(tmp_path: Path) -> None:
+    """From pinned memory to its place: nothing of it is anywhere else on the GPU."""
+    save_file({"large": torch.ones(64 << 20, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    with TensorReader(Checkpoint.open(tmp_path)) as reader:
+        materialize(Source("large"), reader, "cuda")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        weight = materialize(Source("large"), reader, "cuda")
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before == weight.nbytes
+        assert bool((weight == 1).all())
+
+
 @pytest.mark.parametrize("name", ["concat", "dequantize_fp8_blocks", "dequantize_nvfp4"])
 def test_rows_have_the_bits_of_the_cpu(name: str) -> None:
     source = TENSORS.__getitem__

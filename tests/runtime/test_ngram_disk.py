@@ -185,8 +185,10 @@ def test_a_closed_model_reads_nothing(bundle: Path, is_async: bool) -> None:
         llm = LLM(bundle)
         llm.close()
         core = llm.core
-    with pytest.raises(BundleError, match="the files of the n-gram table are closed"):
+    with pytest.raises(BundleError, match="this backend was closed, so it runs nothing more"):
         core.score([1, 2, 3])
+    with pytest.raises(BundleError, match="the files of the n-gram table are closed"):
+        core.backend.rows.complete({})  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_tokens_that_come_in_the_next_step_are_read_at_once(bundle: Path) -> None:

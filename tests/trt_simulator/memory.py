@@ -95,6 +95,13 @@ def num_bytes(dtype: torch.dtype, elements: Sequence[int]) -> int:
     return math.prod(torch_shape(dtype, elements)) * dtype.itemsize
 
 
+def _is_first_rows(view: Seen, whole: Seen) -> bool:
+    """Whether ``view`` is of the first rows of ``whole``, which is still there, and what addresses were bound for."""
+    is_same = view.storage.cdata == whole.storage.cdata and not whole.storage.expired() and view.dtype == whole.dtype
+    are_rows = len(view.shape) == len(whole.shape) > 1 and view.shape[1:] == whole.shape[1:]
+    return is_same and are_rows and view.is_contiguous and whole.is_contiguous and view.shape[0] <= whole.shape[0]
+
+
 class Memory:
     """The tensors whose addresses were asked for."""
 
@@ -123,6 +130,9 @@ class Memory:
         place = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
         seen = Seen(*place, tensor.dtype, shape, tensor.is_contiguous())
         with self._lock:
+            before = self._seen.get(address)
+            if before is not None and _is_first_rows(seen, before):
+                return
             self._seen[address] = seen
             if len(self._seen) > _MOST_SEEN:
                 self._seen = {a: other for a, other in self._seen.items() if not other.storage.expired()}

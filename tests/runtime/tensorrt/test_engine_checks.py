@@ -11,11 +11,12 @@ from typing import Any
 import bundles
 import pytest
 import torch
-from engine_bundles import CPU
+from engine_bundles import CPU, engine_backend
 from trt_simulator import SimulatedTensorRT
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM
+from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, LAYERS_FILE, MANIFEST_FILE, Manifest
 from qwen4exp_trt.runtime.tensorrt import engine_checks
 from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
@@ -141,3 +142,17 @@ def test_the_engine_is_checked_before_anything_is_read(
     monkeypatch.setattr(engine_checks, "_check_gpu", lambda *args: None)
     with pytest.raises(BundleError, match="it is damaged, or another engine was put in its place"):
         LLM(copy, backend="tensorrt-rtx", checkpoint=copy / "absent")
+
+
+def test_profiles_of_another_build(trt: SimulatedTensorRT, copy: Path, loaded: EagerBackend) -> None:
+    """A step's profile is chosen by the manifest's."""
+
+    def widen(data: dict[str, Any]) -> None:
+        data["profiles"]["prefill"]["input_ids"][2] = [4096]
+
+    change_manifest(copy, widen)
+    with pytest.raises(BundleError, match=r"input_ids is \[1\] to \[32\] in prefill, not \[1\] to \[4096\]; build it"):
+        engine_backend(trt, copy, loaded)
+    change_manifest(copy, lambda data: data["profiles"].pop("prefill"))
+    with pytest.raises(BundleError, match="the engine has 2 profiles, the manifest decode; build it again"):
+        engine_backend(trt, copy, loaded)
