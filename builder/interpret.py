@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import onnx
@@ -28,7 +29,6 @@ class OnnxProgram:
     def __init__(self, model: onnx.ModelProto) -> None:
         self.graph = model.graph
         self.constants = {proto.name: tensor_from_proto(proto) for proto in self.graph.initializer}
-        self.plugins = {spec.onnx_op_type: spec for spec in plugin_specs().values()}
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Execute by name on metadata, states and weights; returns every graph output.
@@ -47,14 +47,34 @@ class OnnxProgram:
 
     def _run_node(self, node: onnx.NodeProto, operands: list[Tensor]) -> Sequence[Tensor]:
         attrs = {attr.name: helper.get_attribute_value(attr) for attr in node.attribute}
-        if node.domain == NAMESPACE and node.op_type in self.plugins:
-            return _run_plugin(self.plugins[node.op_type], operands, attrs)
-        op = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-        if op not in ONNX_TO_TORCH:
-            op = op if node.domain else f"ai.onnx::{op}"
+        functions = node_functions()
+        if (node.domain, node.op_type) not in functions:
+            op = f"{node.domain or 'ai.onnx'}::{node.op_type}"
             raise BuildError(f"node {node.name}: the interpreter does not know the op {op}; add it to interpret.py")
-        results = ONNX_TO_TORCH[op](*operands, **attrs)
-        return [results] if isinstance(results, Tensor) else results
+        return functions[node.domain, node.op_type](operands, attrs)
+
+
+NodeFunction = Callable[[Sequence[Tensor], Mapping[str, Any]], Sequence[Tensor]]
+"""(operands, attributes) -> outputs. States among the operands are updated in place, and are the last outputs."""
+
+
+@cache
+def node_functions() -> dict[tuple[str, str], NodeFunction]:
+    """What executes a node, by its domain and op type."""
+    functions: dict[tuple[str, str], NodeFunction] = {}
+    for spec in plugin_specs().values():
+        functions[NAMESPACE, spec.onnx_op_type] = partial(_run_plugin, spec)
+    for op, function in ONNX_TO_TORCH.items():
+        domain, _, op_type = op.rpartition("::")
+        functions[domain, op_type] = partial(_run_standard, function)
+    return functions
+
+
+def _run_standard(
+    function: Callable[..., Tensor | Sequence[Tensor]], operands: Sequence[Tensor], attrs: Mapping[str, Any]
+) -> Sequence[Tensor]:
+    results = function(*operands, **attrs)
+    return [results] if isinstance(results, Tensor) else results
 
 
 def _run_plugin(spec: OpSpec, operands: Sequence[Tensor], attrs: Mapping[str, Any]) -> list[Tensor]:

@@ -25,14 +25,18 @@ _MODULE = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
 _PLUGIN = re.compile(r"PluginType: (\w+)")
 _TACTIC = re.compile(r"Tactic(?:Name|Value): ([^,]*)")
 _ACTIVATION_MEMORY = re.compile(r"Total Activation Memory: (\d+) bytes")
+_SCRATCH_MEMORY = re.compile(r"Max Scratch Memory: (\d+) bytes")
+_CONSTANTS = re.compile(r"Total Weights Memory: (\d+) bytes")
 
 
 def layer_report(log: Sequence[str], profile_names: Sequence[str]) -> dict[str, Any]:
     """The content of ``layers.json`` from the messages of a build's log.
 
     ``layers``: name, type, profile, inputs and outputs (name, dtype, dims with -1 for a dynamic one), tactic, plugin
-    and ``modules``, the module paths that the layer computes. ``io_tensors``: the engine's inputs and outputs.
-    ``activation_bytes``: by profile. ``unread``: lines of the report in a form that this reader does not know.
+    and ``modules``, the ONNX nodes that the layer computes. ``io_tensors``: the engine's inputs and outputs.
+    ``activation_bytes``: by profile; ``scratch_bytes``: what of them the most demanding layer needs beside its
+    operands. ``constant_bytes``: of constants in the engine, None if TensorRT did not tell. ``unread``: lines of the
+    report in a form that this reader does not know.
     """
     report = next((message for message in reversed(log) if message.startswith(REPORT_START)), REPORT_START)
     layer_text, _, io_text = report.removeprefix(REPORT_START).partition(_IO_HEADER)
@@ -42,18 +46,29 @@ def layer_report(log: Sequence[str], profile_names: Sequence[str]) -> dict[str, 
     layers = [_layer(match) for match in read]
     for layer, index in zip(layers, _profile_indices(read), strict=True):
         layer["profile"] = profile_names[index]
-    memory = [int(size) for message in log for size in _ACTIVATION_MEMORY.findall(message)]
+
+    def sizes(pattern: re.Pattern[str]) -> list[int]:
+        return [int(size) for message in log for size in pattern.findall(message)]
+
     return {
-        "activation_bytes": dict(zip(profile_names, memory, strict=False)),
+        "activation_bytes": dict(zip(profile_names, sizes(_ACTIVATION_MEMORY), strict=False)),
+        "scratch_bytes": dict(zip(profile_names, sizes(_SCRATCH_MEMORY), strict=False)),
+        "constant_bytes": next(iter(sizes(_CONSTANTS)), None),
         "io_tensors": [_tensor(match) | {"mode": match["mode"].lower()} for match in _IO_TENSOR.finditer(io_text)],
         "layers": layers,
         "unread": [line for line, match in zip(lines, matches, strict=True) if not match],
     }
 
 
+def split_profile_mark(name: str) -> tuple[str, int]:
+    """A layer's name without the mark of its profile, and the index that this says: 0 without a mark."""
+    mark = _PROFILE_MARK.search(name)
+    return _PROFILE_MARK.sub("", name), int(mark[1]) if mark else 0
+
+
 def _layer(match: re.Match[str]) -> dict[str, Any]:
     layer: dict[str, Any] = {
-        "name": _PROFILE_MARK.sub("", match["name"]),
+        "name": split_profile_mark(match["name"])[0],
         "type": match["type"],
         "inputs": [_tensor(tensor) for tensor in _TENSOR.finditer(match["inputs"])],
         "outputs": [_tensor(tensor) for tensor in _TENSOR.finditer(match["outputs"])],
@@ -68,7 +83,7 @@ def _layer(match: re.Match[str]) -> dict[str, Any]:
 
 def _tensor(match: re.Match[str]) -> dict[str, Any]:
     dims = [int(dim) for dim in match["dims"].split(",") if dim]
-    return {"name": _PROFILE_MARK.sub("", match["name"]), "dtype": match["dtype"], "dims": dims}
+    return {"name": split_profile_mark(match["name"])[0], "dtype": match["dtype"], "dims": dims}
 
 
 def _profile_indices(layers: Sequence[re.Match[str]]) -> list[int]:

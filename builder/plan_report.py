@@ -136,7 +136,11 @@ def traffic(num_bytes: int) -> str:
     return _scaled(num_bytes, {"GB": 10**9, "MB": 10**6, "kB": 10**3})
 
 
-def _scaled(num_bytes: int, units: Mapping[str, int]) -> str:
-    """In the largest of ``units`` that it has one of."""
-    unit = next((unit for unit, factor in units.items() if num_bytes >= factor), None)
-    return f"{num_bytes} B" if unit is None else f"{num_bytes / units[unit]:,.2f} {unit}"
+def work(flops: int) -> str:
+    return _scaled(flops, {"TFLOP": 10**12, "GFLOP": 10**9, "MFLOP": 10**6, "kFLOP": 10**3}, "FLOP")
+
+
+def _scaled(number: int, units: Mapping[str, int], one: str = "B") -> str:
+    """In the largest of ``units`` that it has one of, else in ``one``."""
+    unit = next((unit for unit, factor in units.items() if number >= factor), None)
+    return f"{number} {one}" if unit is None else f"{number / units[unit]:,.2f} {unit}"

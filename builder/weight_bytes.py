@@ -114,7 +114,14 @@ def weight_groups(config: ModelConfig, formats: Formats, activation_dtype: str) 
 
 def component_of(name: str) -> Component:
     """What the weight with this canonical name belongs to."""
-    return next(component for component, pattern in _COMPONENT_OF.items() if pattern.search(name))
+    component = find_component(name)
+    assert component is not None, name
+    return component
+
+
+def find_component(name: str) -> Component | None:
+    """What a weight, or anything that is named after its module, belongs to; None for nothing of the model."""
+    return next((component for component, pattern in _COMPONENT_OF.items() if pattern.search(name)), None)
 
 
 def num_matrices(name: str) -> int:

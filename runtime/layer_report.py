@@ -19,7 +19,7 @@ def layer_table(watches: Sequence[LayerWatch]) -> Iterator[str]:
     for watch in watches:
         for check in watch.checks:
             tensor, maker, shape = check.place.tensor, check.place.ops[-1], "x".join(map(str, check.shape))
-            made_by = f"({maker.op})" if tensor == maker.path else f"by {maker}"
+            made_by = f"({maker.op})" if f"{tensor}.".startswith(f"{maker.path}.") else f"by {maker}"
             errors = f"{check.error:9.2e} {check.own_error:9.2e}"
             yield f"{errors}  {check.dtype:13} {shape:16}  {watch.owner}{tensor} {made_by}"
 

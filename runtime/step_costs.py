@@ -28,6 +28,8 @@ class OpCost:
     op: str
     """``q4e.moe``, ``aten.linear``."""
     cost: Cost
+    is_view: bool
+    """Whether its result is its operand's memory."""
 
 
 def step_costs(program: Program, size: StepSize) -> list[OpCost]:
@@ -37,7 +39,12 @@ def step_costs(program: Program, size: StepSize) -> list[OpCost]:
     kinds = {placeholders[spec.name]: "weight" for spec in program.weights}
     kinds |= {placeholders[spec.name]: "state" for spec in program.states}
     return [
-        OpCost(path_from_identifier(node.name), short_op_name(node.target), _cost(node, values, kinds, size))
+        OpCost(
+            path_from_identifier(node.name),
+            short_op_name(node.target),
+            _cost(node, values, kinds, size),
+            is_view(node),
+        )
         for node in program.calls()
         if not is_getitem(node)
     ]

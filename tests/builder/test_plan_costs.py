@@ -117,18 +117,13 @@ def test_quantized_activations_and_caches() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.time_limit(600)
 @pytest.mark.parametrize("is_w4a4", [False, True], ids=["w4a16", "w4a4"])
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-def test_ops_of_all_layers_move_what_the_plan_says(formats: Formats, is_w4a4: bool) -> None:
-    if is_w4a4 and formats is not NVFP4:
-        pytest.skip("only NVFP4 weights have quantized activations")
-    check(released_config(has_draft_head=True), formats, is_draft=False, is_w4a4=is_w4a4)
-
-
-@pytest.mark.slow
-def test_a_token_of_the_released_model() -> None:
-    """5.16 GB at 32,768 tokens with NVFP4 weights: 45 tokens a second of a GB10."""
-    cost = step_cost(program_of(released_config(), NVFP4, False, "auto", False), DECODE)
+def test_a_token_of_the_released_model(is_w4a4: bool) -> None:
+    """Of all 48 layers. 5.16 GB at 32,768 tokens with NVFP4 weights: 45 tokens a second of a GB10."""
+    config = released_config()
+    check(config, NVFP4, is_draft=False, is_w4a4=is_w4a4)
+    cost = step_cost(program_of(config, NVFP4, False, "auto", is_w4a4), DECODE)
     assert cost.memory_bytes == pytest.approx(5.16e9, rel=2e-3)
     assert DEVICES["sm121"].bytes_per_second / cost.memory_bytes == pytest.approx(45.1, abs=0.05)
 

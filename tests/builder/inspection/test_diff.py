@@ -1,0 +1,114 @@
+"""What differs between bundles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import bundles
+import pytest
+
+from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
+from qwen4exp_trt.builder.inspection.diff import ABSENT, Difference, format_differences, list_differences
+from qwen4exp_trt.builder.inspection.document import Inspection, Op
+
+
+@pytest.fixture(scope="module")
+def float_inspection(float_bundle: Path) -> Inspection:
+    return inspect_bundle(float_bundle, StepRequest())
+
+
+@pytest.fixture(scope="module")
+def fp8_inspection(float_bundle: Path) -> Inspection:
+    """As `float_inspection`, with an FP8 KV cache and a longer context."""
+    options = {"kv_cache_dtype": "fp8", "max_seq_len": 128, "draft_head": "none"}
+    bundle = bundles.build(float_bundle.parent / "checkpoint", float_bundle.parent / "fp8", **options)
+    return inspect_bundle(bundle, StepRequest(context=63))
+
+
+def facts(differences: list[Difference], section: str) -> dict[str, tuple[str, str]]:
+    return {each.name: (each.this, each.other) for each in differences if each.section == section}
+
+
+def test_a_bundle_equals_itself(inspection: Inspection) -> None:
+    assert list_differences(inspection, inspection) == []
+    assert format_differences([]) == "no difference"
+
+
+def test_options_states_and_bytes(float_inspection: Inspection, fp8_inspection: Inspection) -> None:
+    differences = list_differences(float_inspection, fp8_inspection)
+    assert facts(differences, "options") == {"kv_cache_dtype": ("float32", "float8_e4m3fn")}
+    assert facts(differences, "limits") == {"max_seq_len": ("64", "128")}
+    paged = facts(differences, "model: states")
+    assert paged.keys() == {"layers.1.self_attn.kv_cache", "layers.1.self_attn.indexer.index_k_cache"}
+    assert paged["layers.1.self_attn.kv_cache"] == (
+        "float32[num_blocks, 2, 8, 2, 16], 16.00 KiB a sequence",
+        "float8_e4m3fn[num_blocks, 2, 8, 2, 16], 8.00 KiB a sequence",
+    )
+    decode = facts(differences, "model: ops in decode")
+    assert [*decode] == ["layers.1.self_attn.qsa_attention"]  # a longer limit costs a step nothing
+    assert facts(differences, "model: a step").keys() == {"decode", "prefill"}
+    assert facts(differences, "model: ops") == {} and facts(differences, "model: weights") == {}
+
+
+def test_an_engine_and_a_draft_head_more(inspection: Inspection, float_inspection: Inspection) -> None:
+    differences = list_differences(inspection, float_inspection)
+    assert facts(differences, "parts") == {"draft head": ("there", ABSENT)}
+    engine = facts(differences, "model: engine")
+    assert engine["target"] == ("sm121", ABSENT) and engine["size"][1] == ABSENT
+    layers = facts(differences, "model: engine layers in decode")
+    assert layers["layers.0.mlp.moe"] == ("custom_layer", ABSENT)
+    assert facts(differences, "model: ops")["layers.0.mlp.moe"] == (
+        "q4e.moe (plugin) -> bf16[T, 32]",
+        "q4e.moe (plugin) -> f32[T, 32]",
+    )
+
+
+def change_op(inspection: Inspection, path: str, change: dict[str, object]) -> Inspection:
+    """With other fields of one op of the model."""
+
+    def changed(op: Op) -> Op:
+        return replace(op, **change) if op.path == path else op  # type: ignore[arg-type]
+
+    model, *others = inspection.parts
+    return replace(inspection, parts=[replace(model, ops=[changed(op) for op in model.ops]), *others])
+
+
+def test_ops_that_only_one_has_and_ops_under_another_name(inspection: Inspection) -> None:
+    model = inspection.parts[0]
+    moe = "layers.0.mlp.moe"
+    renamed = change_op(inspection, moe, {"path": "layers.0.mlp.nvfp4_moe", "op": "q4e.nvfp4_moe"})
+    (difference,) = list_differences(inspection, renamed)
+    assert (difference.section, difference.name) == ("model: ops", moe)
+    assert difference.other == "q4e.nvfp4_moe (plugin) -> bf16[T, 32]"
+    without = replace(model, ops=[op for op in model.ops if op.path != moe])
+    fewer = replace(inspection, parts=[without, *inspection.parts[1:]])
+    (gone,) = list_differences(inspection, fewer)
+    assert (gone.this, gone.other) == ("q4e.moe (plugin) -> bf16[T, 32]", ABSENT)
+    (new,) = list_differences(fewer, inspection)
+    assert (new.this, new.other) == (ABSENT, gone.this)
+    assert list_differences(inspection, fewer, "layers.1.*") == []
+
+
+def test_a_fusion_is_a_difference(inspection: Inspection) -> None:
+    model = inspection.parts[0]
+    assert model.engine is not None
+    moe = next(op for op in model.ops if op.path == "layers.0.mlp.moe")
+    (index,) = moe.engine_layers["decode"]
+    layers = list(model.engine.layers)
+    layers[index] = replace(layers[index], ops=[moe.path, "layers.0.mlp.other"])
+    fused = replace(model, engine=replace(model.engine, layers=layers))
+    (difference,) = list_differences(inspection, replace(inspection, parts=[fused, *inspection.parts[1:]]))
+    assert difference == Difference("model: engine layers in decode", moe.path, "custom_layer", "custom_layer of 2 ops")
+
+
+def test_layers_that_differ_alike_are_one_row() -> None:
+    differences = [Difference("model: ops", f"layers.{index}.mlp.moe", "a", "b") for index in range(3)]
+    differences.append(Difference("options", "precision", "bf16", "nvfp4"))
+    assert format_differences(differences).splitlines() == [
+        "model: ops                 this  other",
+        "layers.{0,1,2}.mlp.moe x3  a     b",
+        "",
+        "options    this  other",
+        "precision  bf16  nvfp4",
+    ]

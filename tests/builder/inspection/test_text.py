@@ -1,0 +1,63 @@
+"""The text of an inspection."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
+from qwen4exp_trt.builder.inspection.document import Inspection
+from qwen4exp_trt.builder.inspection.folding import fold
+from qwen4exp_trt.builder.inspection.text import format_inspection
+
+
+def row_of(text: str, start: str) -> str:
+    (row,) = [line for line in text.splitlines() if line.startswith(f"{start} ")]
+    return row
+
+
+def test_names_of_alike_layers_fold_into_one() -> None:
+    names = [f"layers.{index}.mlp.moe" for index in range(6)] + ["layers.0.mlp.gate", "lm_head"]
+    folds = fold(names, str, len)
+    assert [group.label for group in folds] == ["layers.{0,1,2,3,..}.mlp.moe x6", "layers.0.mlp.gate", "lm_head"]
+    apart = fold(names[:3], str, lambda name: name == names[1])
+    assert [group.label for group in apart] == ["layers.{0,2}.mlp.moe x2", "layers.1.mlp.moe"]
+
+
+def test_rows_of_the_report(inspection: Inspection) -> None:
+    text = format_inspection(inspection)
+    assert row_of(text, "target").endswith("sm121 (GB10): at most 233 GB/s and 105 TFLOP/s in BF16, as others measured")
+    assert "1 new token of 1 sequence behind 63; T 1..24, typically 3" in text
+    assert text.count("\ncomponent ") == 2  # of the model and of its draft head
+    moe = row_of(text, "layers.{0,1}.mlp.moe x2")
+    expected = sum(op.costs["decode"].weight_bytes for op in inspection.parts[0].ops if op.op == "q4e.moe")
+    assert f"{expected / 1e3:.2f} kB" in moe
+    lines = text.splitlines()
+    types = lines[lines.index(moe) + 1]
+    assert types.startswith("    plugin, custom_layer: bf16[T, 32], ") and types.endswith(" -> bf16[T, 32]")
+    state = row_of(text, "layers.1.self_attn.kv_cache")
+    assert "[num_blocks, 2, 8, 2, 16]" in state and state.endswith("qsa_attention")
+    gain = row_of(text, "layers.{0,1}.attn_hyper_connection.hc_norm.add.weight x2")
+    assert gain.endswith("model.layers.*.attn_hyper_connection.hc_norm.weight (cast, add)")
+    assert max(map(len, lines)) < 260 and all(line == line.rstrip() for line in lines)
+
+
+def test_each_layer_by_itself_and_a_selection(inspection: Inspection) -> None:
+    text = format_inspection(inspection, fold_layers=False, pattern="layers.1.*")
+    assert " x2" not in text and "layers.0." not in text
+    assert text.count("\nstate  ") == 1  # the draft head has none of such a name
+    assert row_of(text, "layers.1.mlp.moe") and row_of(text, "layers.1.self_attn.kv_cache")
+    whole = row_of(format_inspection(inspection), "routed experts")
+    assert row_of(text, "routed experts") == whole  # of the whole part, whatever is listed
+
+
+def test_a_bundle_without_engine(float_bundle: Path) -> None:
+    text = format_inspection(inspect_bundle(float_bundle, StepRequest()))
+    assert row_of(text, "target").endswith("none: a bundle without an engine")
+    assert row_of(text, "engine").split() == ["engine", "none"]
+    assert "at least" not in text and "draft head" not in text
+
+
+def test_warnings_are_the_last_lines(inspection: Inspection) -> None:
+    warned = replace(inspection, warnings=["two lines were not read"])
+    assert format_inspection(warned).splitlines()[-1] == "warning: two lines were not read"
