@@ -23,6 +23,7 @@ from qwen4exp_trt.plugins.registry import spec_of
 from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.packed_inputs import InputLayout, StagedInputs, StepShape
+from qwen4exp_trt.runtime.program_backend import ProgramBackend
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.scheduler import ScheduledSequence
 from qwen4exp_trt.runtime.sequence import Sequence
@@ -82,6 +83,25 @@ class Model:
             states.commit(sequence, count)
         rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return Computed(rows, visible_states(states, sequence))
+
+
+class EngineModel(Model):
+    """A backend as it is, with its own states and all that it does around a step; it tells logits alone.
+
+    It must be built for steps of `NUM_SLOTS` chunks all of whose rows give logits.
+    """
+
+    def __init__(self, backend: ProgramBackend, reference: EagerBackend) -> None:
+        super().__init__(reference, reference)
+        self.engine = backend
+
+    def new_states(self) -> SequenceStates:
+        for spec in self.engine.program.states:
+            self.engine.states[spec.name].fill_(spec.init)
+        return SequenceStates(self.engine.states, self.limits, NUM_BLOCKS)
+
+    def run(self, inputs: Mapping[str, Tensor], states: StatePool) -> dict[str, Tensor]:
+        return {"logits": self.engine.run(inputs)}
 
 
 def _new_pool(backend: EagerBackend, num_blocks: int, num_slots: int) -> StatePool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qwen4exp_trt.builder.interpret import OnnxProgram
+from qwen4exp_trt.plugins.registry import plugin_specs
 from qwen4exp_trt.plugins.spec import NAMESPACE, OpSpec
 
 PluginRunner = Callable[[onnx.NodeProto, OpSpec, list[Tensor]], Sequence[Tensor]]
@@ -19,6 +20,7 @@ class SimulatedProgram(OnnxProgram):
 
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__(model)
+        self._specs = {spec.onnx_op_type: spec for spec in plugin_specs().values()}
         self._of_device: dict[torch.device, dict[str, Tensor]] = {}
 
     def run_on(
@@ -38,7 +40,7 @@ class SimulatedProgram(OnnxProgram):
         return {value.name: values[value.name] for value in self.graph.output}
 
     def plugin_of(self, node: onnx.NodeProto) -> OpSpec | None:
-        return self.plugins.get(node.op_type) if node.domain == NAMESPACE else None
+        return self._specs.get(node.op_type) if node.domain == NAMESPACE else None
 
     def aliases(self) -> dict[str, str]:
         """Graph output -> the graph input whose memory it is, through any number of plugins that update it."""
