@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from qwen4exp_trt.runtime.bench.cases import Case, DecodeCase, GenerateCase, LeftOut
+from qwen4exp_trt.runtime.bench.environment import CHECKOUT
 from qwen4exp_trt.runtime.json_files import write_json
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, MANIFEST_FILE, ONNX_FILE, CheckpointRef, Manifest
 
@@ -32,6 +34,8 @@ class Document:
     state: str = RUNNING
     ended_by: str | None = None
     """What stopped a run that is not complete, in words."""
+    ended_where: list[str] = field(default_factory=list)
+    """The calls that led to an error: `frames_of`."""
     seconds: float = 0.0
     environment: dict[str, Any] = field(default_factory=dict)
     bundle: dict[str, Any] = field(default_factory=dict)
@@ -61,8 +65,8 @@ class Document:
     def leave_out(self, left_out: LeftOut) -> None:
         self.left_out.append({"what": str(left_out.case), "reason": left_out.reason})
 
-    def fail(self, case: Case, reason: str) -> None:
-        self.failed.append({"what": str(case), "reason": reason})
+    def fail(self, case: Case, reason: str, where: list[str]) -> None:
+        self.failed.append({"what": str(case), "reason": reason, "where": where})
 
     def table_of(self, case: Case) -> list[dict[str, Any]]:
         if isinstance(case, DecodeCase):
@@ -86,6 +90,17 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None  # JSON has no such number
     return value
+
+
+def frames_of(error: BaseException) -> list[str]:
+    """The calls that led to ``error``, outermost first: file (of this package from its root, of others the name alone),
+    line and function."""
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = Path(frame.filename).resolve()
+        name = path.relative_to(CHECKOUT).as_posix() if path.is_relative_to(CHECKOUT) else path.name
+        frames.append(f"{name}:{frame.lineno} {frame.name}")
+    return frames
 
 
 def describe_bundle(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -20,10 +20,9 @@ class PrefillTimes:
     """Of one case."""
 
     first_run_ms: float
-    """Of the first prompt of this length: with what is compiled or chosen then."""
+    """Of a prompt of up to two chunks before those that count: with what is compiled or chosen then."""
     first_token_ms: Spread
-    """From the request to the sampled token on the host: of the runs behind the first, or of that alone if it took so
-    long that there are none."""
+    """From the request to the sampled token on the host."""
     chunks: tuple[int, ...]
     """Tokens of the steps of a prompt."""
     last_chunk_ms: float | None
@@ -48,16 +47,17 @@ def measure_prefill(
     """Prompts of random ids, one after another; `BundleError` if one was dropped, as logits were not finite."""
     if bundle.is_gpu:
         torch.cuda.reset_peak_memory_stats(bundle.device)
-    begin = clock()
-    runs = [_prefill(bundle, case.prompt, clock)]
-    while len(runs) <= effort.runs and (len(runs) < effort.least or clock() - begin < effort.seconds):
-        if clock() - begin > effort.seconds and runs[0].seconds > effort.seconds:
+    first = _prefill(bundle, min(case.prompt, 2 * bundle.limits.prefill_chunk), clock)
+    runs, begin = list[_Run](), clock()
+    while len(runs) < effort.runs:
+        is_over = clock() - begin > effort.seconds
+        if runs and is_over and (len(runs) >= effort.least or runs[0].seconds > effort.seconds):
             break
         runs.append(_prefill(bundle, case.prompt, clock))
-    timed, last = runs[1:] or runs, runs[-1]
+    last = runs[-1]
     return PrefillTimes(
-        first_run_ms=1e3 * runs[0].seconds,
-        first_token_ms=Spread.of([1e3 * run.seconds for run in timed]),
+        first_run_ms=1e3 * first.seconds,
+        first_token_ms=Spread.of([1e3 * run.seconds for run in runs]),
         chunks=last.chunks,
         last_chunk_ms=1e3 * last.gpu_seconds[-1] if last.gpu_seconds else None,
         enqueue_ms=1e3 * last.host_seconds[0] if len(last.chunks) > 1 else None,

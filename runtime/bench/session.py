@@ -18,7 +18,15 @@ from qwen4exp_trt.errors import BundleError, Q4eError
 from qwen4exp_trt.plugins.compile import cache_dir
 from qwen4exp_trt.runtime.bench.cases import Effort, LeftOut, Selection, choose_cases
 from qwen4exp_trt.runtime.bench.checks import check_bundle, check_can_compare
-from qwen4exp_trt.runtime.bench.document import COMPLETE, FAILED, INTERRUPTED, Document, describe_bundle, plain
+from qwen4exp_trt.runtime.bench.document import (
+    COMPLETE,
+    FAILED,
+    INTERRUPTED,
+    Document,
+    describe_bundle,
+    frames_of,
+    plain,
+)
 from qwen4exp_trt.runtime.bench.environment import describe_environment
 from qwen4exp_trt.runtime.bench.gpu_reader import open_reader
 from qwen4exp_trt.runtime.bench.loaded import LoadedBundle
@@ -97,6 +105,7 @@ class Session:
             raise
         except BaseException as error:
             document.state, document.ended_by = FAILED, self._in_words(error)
+            document.ended_where = frames_of(error)
             raise
         else:
             document.state = COMPLETE
@@ -116,7 +125,6 @@ class Session:
             self._say("checking the logits")
             document.checked = plain(check_bundle(bundle, settings.with_agreement))
             self._measure_cases(bundle, sensors, rooflines)
-            document.load["prepared_steps"] = _describe_preparation(bundle)
             document.memory |= {
                 "least_available_bytes": sensors.least_available_bytes,
                 "after_the_run": _memory_now(device),
@@ -172,12 +180,13 @@ class Session:
                     during = sampled()
                 document.add(case, {**describe(bundle, case, times, rooflines), "sensors": during})
             except Exception as error:
-                document.fail(case, self._in_words(error))
+                document.fail(case, self._in_words(error), frames_of(error))
                 self._say(f"failed: {document.failed[-1]['reason']}")
                 if is_lost(bundle.device):
                     for other in chosen.cases[index + 1 :]:
                         document.leave_out(LeftOut(other, f"the GPU was lost by the {case}"))
                     break
+            document.load |= _describe_backend(bundle)  # steps of new sizes were prepared
             self._write()
 
     def _say(self, text: str) -> None:
@@ -225,6 +234,7 @@ def _describe_backend(bundle: LoadedBundle) -> dict[str, Any]:
         "device": bundle.device.type,
         "cuda_graphs": str(backend.cuda_graphs),
         "engines": engines,
+        "prepared_steps": _describe_preparation(bundle),
         **sizes,
     }
 

@@ -46,5 +46,4 @@ def test_the_program_agrees_with_itself_op_by_op(found: dict[str, Any]) -> None:
 def test_the_gpu_is_described(found: dict[str, Any]) -> None:
     gpu = found["environment"]["gpu"]
     assert gpu["name"] and gpu["architecture"].startswith("sm") and gpu["multiprocessors"] > 0
-    assert found["rates"]["copy_bytes_per_second"] > 1e10
     assert found["memory"]["after_loading"]["gpu_allocated"] > 0

@@ -60,7 +60,7 @@ def test_a_prompt_that_takes_long_is_computed_once(bundle: LoadedBundle) -> None
     assert measure_prefill(bundle, PrefillCase(20), replace(EFFORT, seconds=3), clock).first_token_ms.count == 1
     runs = measure_prefill(bundle, PrefillCase(20), replace(EFFORT, runs=4), clock)
     assert runs.first_token_ms.count == 4 and runs.chunks == (8, 8, 4)
-    assert runs.first_token_ms.median == runs.first_run_ms > 0
+    assert runs.first_token_ms.median > runs.first_run_ms > 0, "of two chunks"
 
 
 @pytest.mark.parametrize("kind", list(StepKind))
@@ -77,6 +77,7 @@ def test_every_step_has_the_rows_of_its_case(
         return sample_step(inputs, requests, vocab_limit)
 
     monkeypatch.setattr(backend, "sample_step", watched)
+    monkeypatch.setattr("qwen4exp_trt.runtime.drafts.acceptance.GIVE_UP_AFTER", 2)
     drafts = 0 if kind is StepKind.PLAIN else 2
     measure_decode(bundle, DecodeCase(2, 16, kind, drafts), EFFORT)
     assert seen[0] == ([1, 1], [16, 16]), "the first step has no drafts yet"

@@ -68,6 +68,12 @@ def test_values_of_every_format_are_finite_and_differ(name: str, dtype: str) -> 
     assert (len(values.unique()) == 1) == is_one_scale
 
 
+def test_another_seed_gives_other_weights() -> None:
+    spec = WeightSpec(TensorSpec("proj", (64, 32), "bfloat16"), Transform("none", ()))
+    first, again, other = (RandomWeights(seed).make_weights([spec], CPU)["proj"] for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
 def test_progress_counts_all_bytes() -> None:
     specs = [WeightSpec(TensorSpec(f"w{size}", (size,), "float32"), Transform("none", ())) for size in (3, 5)]
     seen: list[tuple[int, int]] = []

@@ -94,5 +94,5 @@ def test_of_many_chunks_some_stand_for_all(model: Program, monkeypatch: pytest.M
     found = prefill_floor(model, chunks, SLOW_MEMORY)
     assert len(asked) == 9 and asked[-1] == replace(asked[-1], num_tokens=3, context_len=320)
     assert found.weight_bytes == exact.weight_bytes
-    assert found.measured_ms == pytest.approx(exact.measured_ms, rel=0.02)
-    assert found.flops == pytest.approx(exact.flops, rel=0.02)
+    assert found.measured_ms == pytest.approx(exact.measured_ms, rel=2e-3)
+    assert found.flops == pytest.approx(exact.flops, rel=2e-3)

@@ -36,6 +36,7 @@ FIELDS = {
     },
     "state": None,
     "ended_by": None,
+    "ended_where": None,
     "seconds": None,
     "environment": {
         *("package_version", "commit", "python", "packages", "host_name", "system", "cpu", "memory", "gpu"),
@@ -65,7 +66,7 @@ FIELDS = {
         *("tokens_per_second", "floor", "share_of_roofline", "sensors"),
     },
     "left_out": {"what", "reason"},
-    "failed": {"what", "reason"},
+    "failed": {"what", "reason", "where"},
     "memory": {"before_loading", "after_loading", "least_available_bytes", "after_the_run"},
 }
 """The fields of schema version 1, and of those that are objects (or lists of them) theirs."""
@@ -180,7 +181,10 @@ def test_a_failing_case_does_not_lose_the_others(
     found = read(tmp_path / "f")
     assert [row["case"]["batch"] for row in found["decode"]] == [1, 4]
     reason = f"RuntimeError: CUDA error in {mtp_bundle.name}/kernels of ~/x"
-    assert found["failed"] == [{"what": "decode of 2 x 20 tokens", "reason": reason}]
+    (failed,) = found["failed"]
+    assert (failed["what"], failed["reason"]) == ("decode of 2 x 20 tokens", reason)
+    files = [frame.split(":")[0] for frame in failed["where"]]
+    assert files == ["runtime/bench/session.py", "tests/runtime/bench/test_session.py"]
     assert found["state"] == "complete"
     assert f"failed: decode of 2 x 20 tokens: {reason}" in capsys.readouterr().out
 
@@ -215,6 +219,7 @@ def test_logits_that_are_not_finite_end_the_run_before_anything_is_timed(
     assert main([str(mtp_bundle), *QUICK, "--json", str(tmp_path / "f")]) == 2
     found = read(tmp_path / "f")
     assert found["state"] == "failed" and found["decode"] == []
+    assert any(frame.startswith("runtime/bench/checks.py:") for frame in found["ended_where"])
     assert "the logits behind token 7 of a prompt of random ids are not finite" in found["ended_by"]
     out, err = capsys.readouterr()
     assert out == "" and "are not finite" in err.splitlines()[-1]
