@@ -72,7 +72,6 @@ class CpuStream:
         self.handle = next(_handles)
         self.streams[self.handle] = self
         self._pending: list[tuple[Work, Any]] = []
-        self._is_behind_caller = False
         self._depth = 0
         """Of blocks: inside of one the caller's stream is this one."""
         self._recorder: _Recorder | None = None
@@ -84,7 +83,6 @@ class CpuStream:
     @contextmanager
     def fork(self) -> Iterator[None]:
         self._check_not_capturing("fork")
-        self._is_behind_caller = True
         self._depth += 1
         try:
             with _InOrder(self):
@@ -96,12 +94,10 @@ class CpuStream:
         self._check_not_capturing("join")
         if self._depth == 0:
             self.run_pending()
-            self._is_behind_caller = False
 
     def synchronize(self) -> None:
         self._check_not_capturing("synchronize")
         self.run_pending()
-        self._is_behind_caller = self._depth > 0
 
     def capture(self, work: Callable[[], _Result]) -> tuple[CpuGraph, _Result]:
         self._check_not_capturing("capture")
@@ -145,10 +141,10 @@ class CpuStream:
         if self._recorder is not None:
             self._recorder.add(work)
             return
-        if not self._is_behind_caller:
+        if self._depth == 0:
             raise StreamError(
-                f"wrong stream order: {work.name} is enqueued without a fork since the last join, so nothing orders it "
-                "behind the caller's work"
+                f"wrong stream order: {work.name} is enqueued outside of a fork, so nothing orders it behind what the "
+                "caller has enqueued"
             )
         self._enqueue(work)
 

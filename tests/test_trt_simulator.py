@@ -324,7 +324,7 @@ def test_what_changes_before_it_is_read(session: HandMadeSession, name: str) -> 
 
 def test_an_execution_behind_nothing(session: HandMadeSession) -> None:
     session.execute()
-    with pytest.raises(Exception, match="wrong stream order: decode is enqueued without a fork since the last join"):
+    with pytest.raises(Exception, match="wrong stream order: decode is enqueued outside of a fork"):
         session.enqueue()
 
 

@@ -152,11 +152,6 @@ class Memory:
             raise SimulatorError(f"{what} is misaligned: {address:#x} is not a multiple of {ALIGNMENT} bytes in memory")
         return Region(what, address, size, seen)
 
-    def dtype_at(self, address: int) -> torch.dtype:
-        """Of the tensor that was last asked for this address; `RAW` for an address inside of one."""
-        seen = self._seen.get(address)
-        return RAW if seen is None or seen.storage.expired() else seen.dtype
-
     def _at(self, what: str, address: int) -> Seen:
         with self._lock:
             exact = self._seen.get(address)
