@@ -174,7 +174,7 @@ def test_verify_finds_an_onnx_that_differs(
     model = onnx.ModelProto.FromString(compiled.onnx_model.SerializeToString())
     next(node for node in model.graph.node if node.op_type == "Div").op_type = "Mul"
     broken = CompiledProgram(compiled.program, model, compiled.passes)
-    monkeypatch.setattr(build_module, "compile_program", lambda *args: broken)
+    monkeypatch.setattr(build_module, "compile_program", lambda *args, **options: broken)
     message = refused(capsys, tmp_path, checkpoint, "-o", tmp_path / "bundle", *FLOAT32, "--verify")
     assert re.search(r"the ONNX gives another .* than the program: relative error .*, tolerance 1e-05", message)
 

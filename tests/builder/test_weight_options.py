@@ -198,7 +198,7 @@ def test_a_terminal_keeps_the_name_of_a_stage_with_progress(
 def test_converted_files_stay_for_the_next_build(
     checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise error
 
     argv = [str(checkpoint), "-o", str(tmp_path / "bundle"), *FLOAT32, "--precision", "nvfp4"]
