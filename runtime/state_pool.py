@@ -117,7 +117,7 @@ def allocate_states(
             spec.name: aligned_empty(shape, dtype_from_name(spec.dtype), device).fill_(spec.init)
             for spec, shape in zip(specs, shapes, strict=True)
         }
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:  # TypeError: more elements than torch can count
         needed = state_bytes(specs, num_blocks, num_slots)
         raise BundleError(
             f"cannot allocate {needed / 2**30:,.1f} GiB on {device} for the states of {num_slots} sequences and "
