@@ -36,7 +36,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("simulated")
 def test_decode_prompts_and_drafts_run_on_the_engines(bundle: Path, tmp_path: Path) -> None:
     sizes = ("--batch", "2", "--prompt", "3,20", "--context", "20", "--drafts", "2", "--iterations", "2")
-    more = ("--check", "--jit-cache", str(tmp_path / "jit"), "--json", str(tmp_path / "f"))
+    more = ("--check", "--json", str(tmp_path / "f"))
     assert main([str(bundle), *QUICK, *sizes, *more]) == 0
     found: dict[str, Any] = json.loads((tmp_path / "f").read_text())
     assert (found["state"], found["failed"]) == ("complete", [])
