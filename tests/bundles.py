@@ -50,6 +50,11 @@ def tiny_checkpoint(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+def mtp_checkpoint(base: Path) -> Path:
+    """`tiny_checkpoint` with a draft head; one a session and ``base``."""
+    return tiny_checkpoint(base / "tiny-mtp-checkpoint", mtp_num_hidden_layers=1)
+
+
 def write_text_files(folder: Path) -> None:
     tiny_backend().save(str(folder / "tokenizer.json"))
     special = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast"}

@@ -182,7 +182,7 @@ def assert_io_is_the_programs(bundle: Path) -> int:
 @pytest.mark.trt
 def test_a_build_says_and_records_what_is_marked(tmp_path: Path, tmp_path_factory: Any, capsys: Capture) -> None:
     """The model's and the draft head's, by patterns for some of both."""
-    checkpoint = bundles.tiny_checkpoint(tmp_path_factory.getbasetemp() / "tiny-mtp", mtp_num_hidden_layers=1)
+    checkpoint = bundles.mtp_checkpoint(tmp_path_factory.getbasetemp())
     argv = [str(checkpoint), "-o", str(tmp_path / "bundle"), "--max-seq-len", "64", "--block-size", "8"]
     patterns = ["layers.0.mlp.*", "*.qsa_select", "mtp.*.qsa_attention"]
     assert main([*argv, "--max-batch-size", "2", "--mark-plugin-inputs", *patterns]) == 0

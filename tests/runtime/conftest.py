@@ -45,5 +45,5 @@ def demo_llm(demo_bundle: Path) -> LLM:
 def mtp_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The float32 bundle of a random model with a draft head."""
     base = tmp_path_factory.getbasetemp()
-    checkpoint = bundles.tiny_checkpoint(base / "tiny-mtp-checkpoint", mtp_num_hidden_layers=1)
+    checkpoint = bundles.mtp_checkpoint(base)
     return bundles.build(checkpoint, base / "tiny-mtp", max_batch_size=4)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.trt
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With engines of a model and its draft head."""
     base = tmp_path_factory.getbasetemp()
-    checkpoint = bundles.tiny_checkpoint(base / "tiny-mtp-checkpoint", mtp_num_hidden_layers=1)
+    checkpoint = bundles.mtp_checkpoint(base)
     return bundles.build(checkpoint, base / "bench-engines", activation_dtype="bfloat16", max_batch_size=2)
 
 

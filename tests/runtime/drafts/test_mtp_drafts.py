@@ -340,7 +340,7 @@ def test_sampled_text_has_the_distribution_of_undrafted_text(mtp_bundle: Path, t
 
 @pytest.mark.slow
 def test_a_reduced_vocabulary_drafts_its_own_ids(mtp_bundle: Path, tmp_path: Path, texts: Texts) -> None:
-    checkpoint = bundles.tiny_checkpoint(mtp_bundle.parent / "tiny-mtp-checkpoint", mtp_num_hidden_layers=1)
+    checkpoint = bundles.mtp_checkpoint(mtp_bundle.parent)
     llm = LLM(bundles.build(checkpoint, tmp_path / "reduced", draft_vocab_size=100), speculate="mtp:3")
     allowed = head_of(llm)._sampler.token_ids
     assert allowed is not None and len(allowed) == 100

@@ -39,7 +39,7 @@ SELECT, ATTENTION = "layers.1.self_attn.indexer.qsa_select", "layers.1.self_attn
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a draft head, and all plugin inputs marked."""
     folder = tmp_path_factory.mktemp("marked")
-    checkpoint = bundles.tiny_checkpoint(tmp_path_factory.getbasetemp() / "tiny-mtp", mtp_num_hidden_layers=1)
+    checkpoint = bundles.mtp_checkpoint(tmp_path_factory.getbasetemp())
     options: dict[str, Any] = {"activation_dtype": "bfloat16", "prefill_chunk": 32, "mark_plugin_inputs": ("*",)}
     with patch.multiple(planning, estimate_activations=lambda *step: 0, estimate_workspace=lambda *step: 0):
         return bundles.build(checkpoint, folder / "bundle", **options)
