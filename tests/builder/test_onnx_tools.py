@@ -83,7 +83,9 @@ def outputs(bundle: Path) -> Mapping[str, str]:
         "extract": ["surgeon", "extract", model, "-o", "part.onnx", *extract_flags(Path(model), MODULE)],
         "run": ["run", "part.onnx", "--pluginref", "--data-loader-script", "inputs.py"],
         "engine": ["inspect", "model", str(bundle / "decoder.engine")],
+        "damaged": ["convert", "damaged.onnx", "-o", "damaged.engine"],
     }
+    (folder / "damaged.onnx").write_bytes(b"no model")
     done = subprocess.run(
         [sys.executable, "-c", RUN],
         input=json.dumps(list(commands.values())),
@@ -180,6 +182,30 @@ def test_an_engine_says_that_it_needs_its_gpu(outputs: Mapping[str, str]) -> Non
     if not torch.cuda.is_available():
         assert f"{PROG}: PyTorch sees no GPU here; an engine can be read only on the GPU" in outputs["engine"]
         assert outputs["engine"].endswith("\n1\n")
+
+
+def test_what_needs_no_gpu_does_not_ask_for_one(outputs: Mapping[str, str]) -> None:
+    assert outputs["damaged"].endswith("\n1\n")
+    assert "GPU" not in outputs["damaged"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"no model", "not an ONNX model: "), (b"", "an ONNX model without a node")]
+)
+def test_file_that_is_no_model(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "decoder.onnx").write_bytes(content)
+    assert main(["--extract-flags", str(tmp_path / "decoder.onnx"), MODULE]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'decoder.onnx'}: {message}" in error
+    assert error.count("\n") == 1
+
+
+def test_without_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "give a tool of Polygraphy, such as inspect, or one of --convert-flags" in capsys.readouterr().err
 
 
 def test_module_with_no_node(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
