@@ -228,6 +228,22 @@ def test_convert_flags_need_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "not a bundle, it has no manifest.json" in capsys.readouterr().err
 
 
+def test_convert_flags_are_of_the_bundles_model_alone(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--convert-flags", str(bundle / "other.onnx")]) == 2
+    assert f"{bundle / 'other.onnx'}: not the decoder.onnx of a bundle with an engine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_convert_flags_of_a_draft_head(quick_builds: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    checkpoint = bundles.mtp_checkpoint(tmp_path_factory.getbasetemp())
+    folder = bundles.build_with_stand_in(checkpoint, tmp_path_factory.mktemp("drafts") / "bundle")
+    with_stack = [
+        any(flag.startswith("stack:") for flag in convert_flags(path / "decoder.onnx", "tensorrt-rtx"))
+        for path in (folder, folder / "mtp")
+    ]
+    assert with_stack == [False, True]
+
+
 def test_without_tensorrt_one_line_tells_of_the_option() -> None:
     environment = {name: value for name, value in os.environ.items() if name != USE_RTX}
     command = [sys.executable, "-m", "qwen4exp_trt.builder.polygraphy_command", "inspect", "model", "x.onnx"]
