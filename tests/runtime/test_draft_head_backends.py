@@ -229,13 +229,13 @@ def test_a_draft_goes_on_from_the_stack_of_the_last_step(
         head, vocab_limit = backend.draft, 300  # no other test's: steps that draw below it are new
         model = backend.run_step(step_inputs(Rows(0, 0, PROMPT[:9]), pages=PAGES))
         assert head is not None and model.stack is not None
-        stack = model.stack[:8]
-        for rows in (Rows(0, 0, PROMPT[1:9]), Rows(0, 8, [7])):
-            inputs = {**step_inputs(rows, pages=PAGES, num_logits=1), "stack": stack}
-            step = head.draw_step(inputs, greedy_operands(1), vocab_limit)
+        stack = model.stack[:7]
+        for rows in (Rows(0, 0, PROMPT[1:8]), Rows(0, 7, [7])):
+            inputs = {**step_inputs(rows, pages=PAGES), "stack": stack}
+            step = head.draw_step(inputs, greedy_operands(len(rows.ids)), vocab_limit)
             results.append((step.drawn.clone(), step.logits.float().clone()))
             assert step.stack is not None
-            stack = step.stack
+            stack = step.stack[:1]
     for expected, got in zip(results[:2], results[2:], strict=True):
         assert all(map(torch.equal, expected, got))
 
