@@ -44,7 +44,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{name}", type=_numbers(name != "drafts"), metavar="N[,N]", help=text)
     add("--iterations", type=_at_least_one, metavar="N", help="timed steps of a case, at most (default: 60)")
     add("--seconds", type=_positive, metavar="S", help="after which a case ends when it has three (default: 6)")
-    add("--check", action="store_true", help="compare with the program op by op, greedy tokens and logits")
+    add("--check", action="store_true", help="compare with the program op by op: logits, and greedy tokens")
     text = "measure with random weights, as those of the checkpoint are not there (default seed: 0)"
     add("--random-weights", type=int, nargs="?", const=0, metavar="SEED", help=text)
     add("--host-name", action="store_true", help="write this machine's name into the file (default: no)")

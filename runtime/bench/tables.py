@@ -62,8 +62,15 @@ def _head(document: Document) -> Iterator[str]:
 def _agreement(agreement: Row | None) -> str:
     if agreement is None:
         return ""
-    equal, count = agreement["equal_tokens"], agreement["tokens"]
-    return f"; {equal} of {count} tokens as op by op, logits within {agreement['logits_error']:.2e} of its"
+    equal, count, decode, margin = (
+        agreement[name] for name in ("equal_tokens", "tokens", "decode_logits_error", "largest_margin")
+    )
+    text = f"; {equal} of {count} tokens as op by op, logits within {agreement['logits_error']:.2e} of its"
+    if decode is not None:
+        text += f", {decode:.2e} in decode steps"
+    if margin is not None:
+        text += f"; tokens that differ are within {margin:.1f} RMS of the differences of logits"
+    return text
 
 
 def _conditions(document: Document) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from simulated_engines import load_simulated_backend
 from qwen4exp_trt.runtime import llm
 from qwen4exp_trt.runtime.bench import session
 from qwen4exp_trt.runtime.bench.__main__ import main
+from qwen4exp_trt.runtime.bench.checks import Agreement
 
 from .conftest import QUICK
 
@@ -42,7 +44,7 @@ def test_decode_prompts_and_drafts_run_on_the_engines(bundle: Path, tmp_path: Pa
     assert (found["state"], found["failed"]) == ("complete", [])
     assert [row["case"]["kind"] for row in found["decode"]] == ["plain", "verify", "draft"]
     assert [row["chunks"] for row in found["prefill"]] == [[3], [8, 8, 4]]
-    assert found["checked"]["agreement"] == {"tokens": 16, "equal_tokens": 16, "logits_error": 0}
+    assert found["checked"]["agreement"] == asdict(Agreement(16, 16, 0, 0, None))
     load = found["load"]
     assert (load["backend"], load["cuda_graphs"]) == ("tensorrt-rtx", "own")
     assert load["prepared_steps"]["shapes"] >= 3 and load["prepared_steps"]["seconds"] > 0

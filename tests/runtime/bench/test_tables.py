@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from qwen4exp_trt.runtime.bench.document import Document
+from qwen4exp_trt.runtime.bench.checks import Agreement, Checked
+from qwen4exp_trt.runtime.bench.document import Document, plain
 from qwen4exp_trt.runtime.bench.tables import tables
 
 SPREAD = {"median": 23.456, "p10": 23.0, "p90": 24.0, "least": 22.5, "most": 30.0, "count": 60}
@@ -80,10 +81,20 @@ def test_what_is_missing_is_named(document: Document) -> None:
     ]
 
 
-def test_agreement_is_shown(document: Document) -> None:
-    document.checked = {
-        "finite_logits": 48,
-        "agreement": {"tokens": 16, "equal_tokens": 15, "logits_error": 0.0123},
-    }
-    line = "checked 48 rows of logits: finite; 15 of 16 tokens as op by op, logits within 1.23e-02 of its"
-    assert line in list(tables(document))
+@pytest.mark.parametrize(
+    ("agreement", "shown"),
+    [
+        (None, ""),
+        (Agreement(16, 16, 0.0123, 0.021, None), "; 16 of 16 tokens as op by op, logits within 1.23e-02 of its, {}"),
+        (
+            Agreement(16, 15, 0.0123, 0.021, 2.345),
+            "; 15 of 16 tokens as op by op, logits within 1.23e-02 of its, {}; "
+            "tokens that differ are within 2.3 RMS of the differences of logits",
+        ),
+        (Agreement(1, 1, 0.0123, None, None), "; 1 of 1 tokens as op by op, logits within 1.23e-02 of its"),
+    ],
+)
+def test_agreement_is_shown(document: Document, agreement: Agreement | None, shown: str) -> None:
+    document.checked = plain(Checked(48, agreement))
+    expected = f"checked 48 rows of logits: finite{shown.format('2.10e-02 in decode steps')}"
+    assert [line for line in tables(document) if line.startswith("checked")] == [expected]
