@@ -70,6 +70,15 @@ def test_rows_of_a_gpu_have_its_times_and_the_published_floor(document: Document
     assert "GPU: 2100 to 2418 MHz; clocks held down by: software power cap" in lines
 
 
+def test_what_executed_the_bundle_is_told(document: Document) -> None:
+    lines = list(tables(document))
+    assert lines[0].startswith("tiny-mtp: precision checkpoint, n-gram table checkpoint, on ")
+    assert "executed by eager, on cpu; CUDA graphs: none" in lines
+    engine = {"tensorrt": "tensorrt_rtx 1.7.1.116"}
+    document.load |= {"backend": "tensorrt-rtx", "engines": [engine] * 2, "device": "cuda", "cuda_graphs": "own"}
+    assert "executed by tensorrt-rtx, tensorrt_rtx 1.7.1.116, on cuda; CUDA graphs: own" in list(tables(document))
+
+
 def test_what_is_missing_is_named(document: Document) -> None:
     document.state, document.ended_by = "failed", "the disk is full"
     document.left_out = [{"what": "prefill of 9 tokens", "reason": "too long"}]
