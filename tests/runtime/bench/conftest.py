@@ -26,8 +26,8 @@ def _no_large_buffers() -> Iterator[None]:
 
 def run_over_the_simulator(bundle: Path, file: Path) -> None:
     """Measure everything, with engines that the simulator executes, of which ``file`` then tells."""
-    sizes = ("--batch", "2", "--prompt", "5,20", "--context", "20", "--drafts", "2", "--iterations", "2")
-    more = ("--check", "--json", str(file))
+    sizes = ("--batch", "2", "--prompt", "5,20", "--context", "20", "--drafts", "2")
+    more = ("--iterations", "2", "--seconds", "0.1", "--check", "--json", str(file))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(file.parent / "cache"))
         patch.setattr(llm, "load_backend", load_simulated_backend)

@@ -29,7 +29,7 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generated(bundle: Path, seed: int) -> list[int]:
     llm = LLM(bundle, weight_maker=RandomWeights(seed))
-    output = llm.generate({"prompt_token_ids": list(range(3, 30))}, SamplingParams(temperature=0, max_tokens=20))
+    output = llm.generate({"prompt_token_ids": list(range(3, 30))}, SamplingParams(temperature=0, max_tokens=12))
     return list(output[0].outputs[0].token_ids)
 
 
