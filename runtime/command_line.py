@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import re
@@ -42,6 +43,7 @@ def run_command(prog: str, command: Callable[[], None]) -> int:
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks is no failure
     try:
         command()
+        sys.stdout.flush()
     except Q4eError as error:
         message = " ".join(line.strip() for line in str(error).splitlines())
         print(f"{prog}: error: {message}", file=sys.stderr)
@@ -50,6 +52,17 @@ def run_command(prog: str, command: Callable[[], None]) -> int:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader, such as `head`, has what it wants. Python flushes stdout once more at exit: let it find an end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader, such as `head`, has what it wants.
+        _drop_stdout()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_stdout()
+        print(f"{prog}: error: cannot write the output: {error.strerror}", file=sys.stderr)
+        return USER_ERROR
     return 0
+
+
+def _drop_stdout() -> None:
+    """Python flushes stdout once more at exit: let it find an end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
