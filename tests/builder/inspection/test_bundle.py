@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from inspection_bundles import rewrite
 
 from qwen4exp_trt.builder.inspection.bundle import DECODE, PREFILL, StepRequest, inspect_bundle
 from qwen4exp_trt.builder.inspection.document import Inspection, Op, Part
@@ -16,6 +16,7 @@ from qwen4exp_trt.builder.inspection.program_ops import ProgramOps, read_onnx
 from qwen4exp_trt.errors import BundleError, RequestError
 from qwen4exp_trt.plugins.cost import StepSize
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.manifest import FileRef, Manifest
 from qwen4exp_trt.runtime.program_text import load_program
 from qwen4exp_trt.runtime.step_costs import step_cost
 from qwen4exp_trt.runtime.target_devices import DEVICES
@@ -31,6 +32,15 @@ def copy(engine_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(engine_bundle, tmp_path / "bundle"))
 
 
+def rewrite(bundle: Path, name: str, change: Callable[[str], str]) -> None:
+    """Change the text of a file of the bundle, whose manifest then says that it is so."""
+    path = bundle / name
+    path.write_text(change(path.read_text()))
+    manifest = Manifest.load(bundle)
+    manifest.files[name] = FileRef.of(path)
+    manifest.save(bundle)
+
+
 def test_every_op_reads_what_is_there_before_it(inspection: Inspection) -> None:
     for part in inspection.parts:
         known = {*part.inputs, *(state.name for state in part.states), *(weight.name for weight in part.weights)}
@@ -41,6 +51,18 @@ def test_every_op_reads_what_is_there_before_it(inspection: Inspection) -> None:
             known |= {*op.outputs}
         assert known == {*part.values} and {*part.outputs} <= known
         assert len({op.path for op in part.ops}) == len(part.ops)
+
+
+def test_dynamic_dims_are_named(inspection: Inspection) -> None:
+    shapes = [value.shape for part in inspection.parts for value in part.values.values()]
+    named = {dim for shape in shapes for dim in shape if isinstance(dim, str)}
+    for profile in inspection.profiles.values():
+        assert named - {*profile.dims} == {"4*T"}  # of the draft head: the streams of each token
+        assert profile.dims.keys() == profile.step.dims.keys()
+    steps = {name: profile.step.dims for name, profile in inspection.profiles.items()}
+    pools = {"max_blocks": 8, "num_blocks": 8, "num_slots": 1}
+    assert steps[DECODE] == {"T": 1, "B": 1, "B_plus_1": 2, "L": 1, **pools}
+    assert steps[PREFILL] == {"T": 8, "B": 1, "B_plus_1": 2, "L": 1, **pools, "max_blocks": 1, "num_blocks": 1}
 
 
 def test_ops_of_several_nodes_and_results(inspection: Inspection) -> None:
@@ -68,8 +90,8 @@ def test_states_know_who_uses_them(inspection: Inspection) -> None:
     assert not ring.is_paged and ring.sequence_bytes == ring.row_bytes
 
 
-def test_weights_come_from_the_checkpoint(inspection: Inspection, engine_bundle: Path) -> None:
-    stored = Checkpoint.open(engine_bundle.parent / "checkpoint").names
+def test_weights_come_from_the_checkpoint(inspection: Inspection, mtp_checkpoint: Path) -> None:
+    stored = Checkpoint.open(mtp_checkpoint).names
     for part in inspection.parts:
         for weight in part.weights:
             assert {*weight.sources} <= {*stored} and weight.read_by, weight.name
@@ -115,7 +137,7 @@ def test_steps_are_those_asked_for(engine_bundle: Path) -> None:
     ],
 )
 def test_steps_that_the_bundle_has_no_room_for(engine_bundle: Path, request_: StepRequest, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=f"{engine_bundle}: {message}"):
         inspect_bundle(engine_bundle, request_)
 
 
@@ -155,10 +177,9 @@ def test_lines_that_were_not_read_are_warned_of(copy: Path) -> None:
 # --- other bundles ---------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_without_engine_has_no_floors(float_bundle: Path) -> None:
-    inspection = inspect_bundle(float_bundle, StepRequest())
-    (model,) = inspection.parts
-    assert inspection.target is None and model.engine is None
+def test_a_bundle_without_engine_has_no_floors(float_inspection: Inspection) -> None:
+    (model,) = float_inspection.parts
+    assert float_inspection.target is None and model.engine is None
     assert all(op.engine_layers == {} and op.costs[DECODE].seconds is None for op in model.ops)
     assert sum(op.costs[DECODE].share for op in model.ops) == pytest.approx(1)
     assert {op.costs[DECODE].bound for op in model.ops} == {"none"}

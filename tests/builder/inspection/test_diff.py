@@ -7,7 +7,6 @@ from pathlib import Path
 
 import bundles
 import pytest
-from inspection_bundles import no_estimates
 
 from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
 from qwen4exp_trt.builder.inspection.diff import ABSENT, Difference, format_differences, list_differences
@@ -15,16 +14,11 @@ from qwen4exp_trt.builder.inspection.document import Inspection, Op
 
 
 @pytest.fixture(scope="module")
-def float_inspection(float_bundle: Path) -> Inspection:
-    return inspect_bundle(float_bundle, StepRequest())
-
-
-@pytest.fixture(scope="module")
-def fp8_inspection(float_bundle: Path) -> Inspection:
+def fp8_inspection(mtp_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Inspection:
     """As `float_inspection`, with an FP8 KV cache and a longer context."""
     options = {"kv_cache_dtype": "fp8", "max_seq_len": 128, "draft_head": "none"}
-    with no_estimates():
-        bundle = bundles.build(float_bundle.parent / "checkpoint", float_bundle.parent / "fp8", **options)
+    with bundles.quick_builds():
+        bundle = bundles.build(mtp_checkpoint, tmp_path_factory.mktemp("fp8") / "bundle", **options)
     return inspect_bundle(bundle, StepRequest(context=63))
 
 

@@ -53,8 +53,32 @@ def test_errors_are_one_line(engine_bundle: Path, tmp_path: Path, capsys: Captur
     assert "no such folder" in fails([str(engine_bundle), "--diff", str(tmp_path / "nothing")], capsys)
     where = tmp_path / "no" / "file.json"
     assert "cannot write a file there" in fails([str(engine_bundle), "--json", "-o", str(where)], capsys)
+    assert "--filter 'layers.7.*': no op, state or weight has such a name; one is 'embed_tokens.embedding'" in fails(
+        [str(engine_bundle), "--filter", "layers.7.*"], capsys
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--json --diff x", "--diff: not allowed with argument --json"),
+        ("--all --html", "--all is for the text"),
+        ("--all --diff x", "--all is for the text"),
+        ("--filter a --json", "--filter is for the text and --diff"),
+        ("--engine --diff x", "--engine adds nothing to --diff"),
+        ("--device cpu", "--device needs --engine"),
+    ],
+)
+def test_options_that_do_nothing_together_are_refused(options: str, message: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([str(engine_bundle), "--json", "--diff", str(engine_bundle)])
+        main(["bundle", *options.split()])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.trt
+def test_engines_are_not_loaded_on_a_cpu(engine_bundle: Path, capsys: Capture) -> None:
+    error = fails([str(engine_bundle), "--engine", "--device", "cpu"], capsys)
+    assert "device 'cpu': an engine runs on a CUDA GPU; use device 'cuda' or 'cuda:N'" in error
 
 
 @pytest.mark.trt

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
-from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
 from qwen4exp_trt.builder.inspection.document import Inspection
 from qwen4exp_trt.builder.inspection.folding import fold
 from qwen4exp_trt.builder.inspection.text import format_inspection
@@ -27,7 +25,8 @@ def test_names_of_alike_layers_fold_into_one() -> None:
 def test_rows_of_the_report(inspection: Inspection) -> None:
     text = format_inspection(inspection)
     assert row_of(text, "target").endswith("sm121 (GB10): at most 233 GB/s and 105 TFLOP/s in BF16, as others measured")
-    assert "1 new token of 1 sequence behind 63; T 1..24, typically 3" in text
+    assert "1 new token of 1 sequence behind 63; T 1..24, typically 3, L 1..24, typically 3\n" in text
+    assert row_of(text, "pools").endswith("  num_blocks 1..1048576, typically 24, num_slots 1..65536, typically 3")
     assert text.count("\ncomponent ") == 2  # of the model and of its draft head
     moe = row_of(text, "layers.{0,1}.mlp.moe x2")
     expected = sum(op.costs["decode"].weight_bytes for op in inspection.parts[0].ops if op.op == "q4e.moe")
@@ -35,6 +34,9 @@ def test_rows_of_the_report(inspection: Inspection) -> None:
     lines = text.splitlines()
     types = lines[lines.index(moe) + 1]
     assert types.startswith("    plugin, custom_layer: bf16[T, 32], ") and types.endswith(" -> bf16[T, 32]")
+    norm = row_of(text, "mtp.pre_fc_norm_hidden.hc_norm")
+    assert "custom_layer: bf16[T, 128], f32[128] -> bf16[T, 128]" in lines[lines.index(norm) + 1]
+    assert "    native, kgen of 2 ops: bf16[384, 32] -> bf16[T, 32]" in lines  # without the ids
     state = row_of(text, "layers.1.self_attn.kv_cache")
     assert "[num_blocks, 2, 8, 2, 16]" in state and state.endswith("qsa_attention")
     gain = row_of(text, "layers.{0,1}.attn_hyper_connection.hc_norm.add.weight x2")
@@ -51,8 +53,8 @@ def test_each_layer_by_itself_and_a_selection(inspection: Inspection) -> None:
     assert row_of(text, "routed experts") == whole  # of the whole part, whatever is listed
 
 
-def test_a_bundle_without_engine(float_bundle: Path) -> None:
-    text = format_inspection(inspect_bundle(float_bundle, StepRequest()))
+def test_a_bundle_without_engine(float_inspection: Inspection) -> None:
+    text = format_inspection(float_inspection)
     assert row_of(text, "target").endswith("none: a bundle without an engine")
     assert row_of(text, "engine").split() == ["engine", "none"]
     assert "at least" not in text and "draft head" not in text
