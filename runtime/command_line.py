@@ -37,12 +37,13 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
-def run_command(prog: str, command: Callable[[], None]) -> int:
-    """Run ``command`` and return the exit code of the process."""
+def run_command(prog: str, command: Callable[[], int | None]) -> int:
+    """Run ``command`` and return the exit code of the process: of the command, or 0 if it has none."""
+    code = None
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks is no failure
     try:
-        command()
+        code = command()
         sys.stdout.flush()
     except Q4eError as error:
         message = " ".join(line.strip() for line in str(error).splitlines())
@@ -60,7 +61,7 @@ def run_command(prog: str, command: Callable[[], None]) -> int:
         _drop_stdout()
         print(f"{prog}: error: cannot write the output: {error.strerror}", file=sys.stderr)
         return USER_ERROR
-    return 0
+    return code or 0
 
 
 def _drop_stdout() -> None:

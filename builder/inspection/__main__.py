@@ -118,13 +118,8 @@ def _write(text: str, path: Path | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0, 1 if ``--diff`` found a difference, or 2 with one line on stderr for a user's mistake."""
-    args, found = parse_args(argv), 0
-
-    def command() -> None:
-        nonlocal found
-        found = inspect(args)
-
-    return run_command(PROG, command) or found
+    args = parse_args(argv)
+    return run_command(PROG, lambda: inspect(args))
 
 
 if __name__ == "__main__":

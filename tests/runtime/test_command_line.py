@@ -18,6 +18,7 @@ def raise_(error: BaseException) -> None:
 
 def test_success_prints_nothing(capsys: Capture) -> None:
     assert run_command("prog", lambda: None) == 0
+    assert run_command("prog", lambda: 7) == 7
     assert capsys.readouterr() == ("", "")
 
 
