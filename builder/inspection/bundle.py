@@ -72,7 +72,7 @@ class StepRequest:
     def sizes(self, limits: EngineLimits) -> dict[str, StepSize]:
         """By profile. `RequestError` for steps that the bundle has no room for."""
         context = limits.max_seq_len - 1 if self.context is None else self.context
-        chunk = min(limits.prefill_chunk, limits.max_seq_len)
+        chunk = limits.prefill_chunk
         if not 1 <= self.batch <= limits.max_batch_size:
             raise RequestError(f"--batch is {self.batch}; the bundle takes 1 to {limits.max_batch_size} sequences")
         for option, value, new in (("--context", context, 1), ("--prefill-context", self.prefill_context, chunk)):

@@ -5,7 +5,7 @@ class Inspector {
     this.model = readModel(data);
     this.open = new Map(this.model.parts.map((part) => [part, new Set()]));
     this.view = { part: this.model.parts[0].name, profile: this.model.profiles[0], tab: "graph", measure: "time", component: null, selection: null, sort: {} };
-    this.found = [];
+    this.matches = new Set();
     this.graph = new Graph(find("view"), (selection) => this.set({ selection }), (block) => this.toggle(block));
     this.panel = new Panel(find("panel"), (selection) => this.set({ selection }, true), (query) => this.seek(query));
     this.search = new Search(find("search"), find("matches"), searchEntries(this.model), {
@@ -26,11 +26,6 @@ class Inspector {
 
   get part() {
     return this.model.parts.find((part) => part.name === this.view.part);
-  }
-
-  // What the search found in the part that is shown, as "kind name".
-  get matches() {
-    return new Set(this.found.filter((entry) => entry.part === this.part).map((entry) => `${entry.kind} ${entry.target ?? entry.name}`));
   }
 
   // Changes what is shown; `isFar`: what is selected may be out of sight.
@@ -142,7 +137,7 @@ class Inspector {
   }
 
   mark(matches) {
-    this.found = matches;
+    this.matches = new Set(matches.map((entry) => `${entry.kind} ${entry.target ?? entry.name}`));
     this.writeHash();
     if (this.drawn) this.drawView();
   }

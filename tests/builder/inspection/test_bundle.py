@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,13 @@ import pytest
 from qwen4exp_trt.builder.inspection.bundle import DECODE, PREFILL, StepRequest, inspect_bundle
 from qwen4exp_trt.builder.inspection.document import Inspection, Op, Part
 from qwen4exp_trt.builder.inspection.program_ops import ProgramOps, read_onnx
+from qwen4exp_trt.builder.inspection.text import format_inspection
 from qwen4exp_trt.errors import BundleError, RequestError
 from qwen4exp_trt.plugins.cost import StepSize
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.manifest import FileRef, Manifest
 from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.specs import TensorSpec
 from qwen4exp_trt.runtime.step_costs import step_cost
 from qwen4exp_trt.runtime.target_devices import DEVICES
 
@@ -118,6 +120,8 @@ def test_costs_add_up(inspection: Inspection, engine_bundle: Path) -> None:
                 assert sum(each.weight_bytes for each in parts) == cost.weight_bytes
             bandwidth = DEVICES["sm121"].bytes_per_second
             assert (total.seconds or 0) >= cost.memory_bytes / bandwidth * 0.999
+        resident = sum(component.weight_bytes for component in part.components)
+        assert resident == sum(weight.num_bytes for weight in part.weights)
 
 
 def test_steps_are_those_asked_for(engine_bundle: Path) -> None:
@@ -166,6 +170,31 @@ def test_plugins_and_fused_ops_in_the_engine(inspection: Inspection) -> None:
     (index,) = first.engine_layers[DECODE]
     assert len(model.engine.layers[index].ops) > 1  # with the streams that start from it
     assert model.engine.num_bytes > 100_000 and model.engine.scratch_bytes[PREFILL] > 0
+
+
+@pytest.mark.trt
+def test_what_the_build_reported_is_passed_on(inspection: Inspection, engine_bundle: Path) -> None:
+    manifest = Manifest.load(engine_bundle)
+    assert manifest.draft is not None
+    assert [part.passes for part in inspection.parts] == [manifest.passes, manifest.draft.passes]
+    for part, folder in zip(inspection.parts, ("", "mtp"), strict=True):
+        report, engine = json.loads((engine_bundle / folder / "layers.json").read_text()), part.engine
+        assert engine is not None
+        for name in ("activation_bytes", "scratch_bytes", "constant_bytes", "unread"):
+            assert getattr(engine, name) == report[name], name
+        for layer, told in zip(engine.layers, report["layers"], strict=True):
+            assert (layer.name, layer.tactic, layer.plugin) == (told["name"], told.get("tactic"), told.get("plugin"))
+            assert [asdict(tensor) for tensor in layer.inputs] == told["inputs"]
+
+
+def test_values_that_are_outputs_for_debugging(copy: Path) -> None:
+    manifest = Manifest.load(copy)
+    assert manifest.draft is not None
+    of_draft = replace(manifest.draft, debug_outputs=(TensorSpec("mtp.view", ("T", 4), "float32"),))
+    replace(manifest, debug_outputs=(TensorSpec("cat", ("T", 4), "float32"),), draft=of_draft).save(copy)
+    parts = inspect_bundle(copy, StepRequest()).parts
+    assert [part.debug_outputs for part in parts] == [["cat"], ["mtp.view"]]
+    assert format_inspection(inspect_bundle(copy, StepRequest())).count("1 values are outputs too, for debugging") == 2
 
 
 def test_lines_that_were_not_read_are_warned_of(copy: Path) -> None:

@@ -29,6 +29,10 @@ def test_text_and_json(inspection: Inspection, engine_bundle: Path, tmp_path: Pa
     assert main([str(engine_bundle), "--filter", "*.mlp.moe"]) == 0
     text = capsys.readouterr().out
     assert "layers.{0,1}.mlp.moe x2" in text and "qsa_attention" not in text
+    assert main([str(engine_bundle), "--all", "--batch", "2", "--context", "9", "--prefill-context", "5"]) == 0
+    text = capsys.readouterr().out
+    assert "\nlayers.0.mlp.moe " in text and "2 new tokens of 2 sequences behind 9;" in text
+    assert "8 new tokens of 1 sequence behind 5;" in text
     assert main([str(engine_bundle), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == inspection.to_json()
     assert main([str(engine_bundle), "--html"]) == 0
@@ -44,6 +48,9 @@ def test_differences_are_an_exit_code(engine_bundle: Path, float_bundle: Path, c
     assert capsys.readouterr().out == "no difference\n"
     assert main([str(engine_bundle), "--diff", str(float_bundle)]) == 1
     assert "activation_dtype  bfloat16" in capsys.readouterr().out
+    assert main([str(engine_bundle), "--diff", str(float_bundle), "--filter", "layers.1.*"]) == 1
+    out = capsys.readouterr().out
+    assert "layers.1.mlp.moe" in out and "layers.0" not in out
 
 
 def test_errors_are_one_line(engine_bundle: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -87,3 +94,7 @@ def test_engines_are_loaded_where_asked(engine_bundle: Path, capsys: Capture) ->
     args = parse_args([str(engine_bundle), "--engine", "--device", "cpu"])
     assert inspect(args, trt, lambda device: CpuStream()) == 0
     assert "layers are in the loaded engine by the same name" in capsys.readouterr().out
+    args = parse_args([str(engine_bundle), "--engine", "--device", "cpu", "--json"])
+    assert inspect(args, trt, lambda device: CpuStream()) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert all(layer["inspector"] for part in document["parts"] for layer in part["engine"]["layers"])

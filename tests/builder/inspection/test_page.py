@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,13 @@ def shown_costs(page: Page) -> dict[str, list[str]]:
 def as_number(text: str) -> float:
     """What a figure of the page says, without its unit: 1.35 of "1.35 MB" is 1.35e6."""
     number, _, unit = text.partition(" ")
-    prefixes = {"n": 1e-9, "µ": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-    return float(number.replace(",", "")) * (prefixes.get(unit[0], 1.0) if unit and unit != "B" else 1.0)
+    prefixes = {"n": 1e-9, "µ": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KiB": 2**10, "MiB": 2**20}
+    scale = prefixes.get(unit, prefixes.get(unit[:1], 1.0)) if unit != "B" else 1.0
+    return float(number.replace(",", "")) * scale
+
+
+def as_share(text: str) -> float:
+    return float(text.strip("<%")) / 100
 
 
 def select(page: Page, path: str) -> None:
@@ -93,6 +99,8 @@ def test_the_graph_has_every_op_state_and_tensor(inspection: Inspection, open_pa
         page.click("#unfold-all")
         drawn = all_of(page, ".op", "e.dataset.op")
         assert sorted(drawn) == sorted(op.path for op in part.ops)
+        plugins = all_of(page, ".op.plugin", "e.dataset.op")
+        assert sorted(plugins) == sorted(op.path for op in part.ops if op.kind == "plugin")
         states = all_of(page, ".state", "e.dataset.state")
         assert sorted(states) == sorted(state.name for state in part.states)
         flowing = {name for op in part.ops for name in op.inputs if part.values[name].kind == "result"}
@@ -138,6 +146,7 @@ def test_a_click_opens_the_panel_with_the_figures_of_the_document(inspection: In
         for name, value in {**figures, "Activations": cost.activation_bytes, "Roofline": cost.seconds}.items():
             assert as_number(costs[name][i]) == pytest.approx(value, rel=0.006, abs=0.5e-9)  # ns are shown whole
         assert costs["Bound by"][i] == cost.bound
+        assert as_share(costs["Share of step"][i]) == pytest.approx(cost.share, abs=6e-4)
     links = all_of(page, "#panel [data-link]", "e.dataset.link")
     assert set(links) >= {name for name in op.inputs if inspection.parts[0].values[name].kind != "result"}
     assert all(node.name in page.text("#panel") for node in op.onnx_nodes)
@@ -191,12 +200,25 @@ def test_bars_are_proportional(inspection: Inspection, open_page: OpenPage) -> N
         assert widths[0] > 100
         for each, width in zip(names, widths, strict=True):
             assert width == pytest.approx(widths[0] * amounts[each] / amounts[names[0]], abs=1.1)
+        shares = [amounts[each] / sum(amounts.values()) for each in names]
+        shown = all_of(page, ".component .number .dim", "e.innerText")
+        assert list(map(as_share, shown)) == pytest.approx(shares, abs=6e-4)
+        parts = all_of(page, ".stacked i", "e.getBoundingClientRect().width")
+        assert parts == pytest.approx([share * page.box(".stacked")["width"] for share in shares], abs=1.1)
     page.click("#unfold-all")
     widths = all_of(page, ".op .load", "+e.getAttribute('width')")
     loads = dict(zip(all_of(page, ".op", "e.dataset.op"), widths, strict=True))
     seconds = {op.path: op.costs["decode"].seconds or 0.0 for op in inspection.parts[0].ops}
     longest = max(seconds.values())
+    assert 100 < max(widths) < all_of(page, ".op .box", "+e.getAttribute('width')")[0]
     assert loads == pytest.approx({path: max(widths) * each / longest for path, each in seconds.items()})
+    blocks = [sum(seconds[op.path] for op in ops) for _, ops in groupby(inspection.parts[0].ops, lambda op: op.layer)]
+    times = all_of(page, ".fold .value", "e.textContent")
+    assert list(map(as_number, times)) == pytest.approx(blocks, rel=0.006, abs=0.5e-9)
+    sums = "[...e.querySelectorAll('.load')].reduce((sum, each) => sum + Number(each.getAttribute('width')), 0)"
+    widths = all_of(page, ".fold", sums)
+    assert 100 < max(widths) < 140
+    assert widths == pytest.approx([max(widths) * each / max(blocks) for each in blocks])
 
 
 def test_a_component_filters_graph_and_tables(inspection: Inspection, open_page: OpenPage) -> None:
@@ -232,6 +254,12 @@ def test_the_profile_changes_all_figures(inspection: Inspection, open_page: Open
         shown = dict(zip(tiles[::2], tiles[1::2], strict=True))
         assert as_number(shown["FLOPs"]) == pytest.approx(total.flops, rel=0.006)
         assert as_number(shown["Weights read"]) == pytest.approx(total.weight_bytes, rel=0.006)
+        groups: dict[str, float] = {}
+        for op in part.ops:
+            name = re.sub(r"layers\.\d+\.", "", op.path)
+            groups[name] = groups.get(name, 0.0) + op.costs[profile].share
+        largest = all_of(page, "#panel .item .line > :last-child", "e.innerText")[:3]
+        assert list(map(as_share, largest)) == pytest.approx(sorted(groups.values(), reverse=True)[:3], abs=6e-4)
 
 
 def test_search_finds_ops_tensors_weights_and_states(inspection: Inspection, open_page: OpenPage) -> None:
@@ -255,6 +283,13 @@ def test_search_finds_ops_tensors_weights_and_states(inspection: Inspection, ope
         assert kind in page.text("#matches li small")
         page.press("Enter")
         assert query in panel_title(page)
+    merged = next(weight for weight in inspection.parts[0].weights if len(weight.sources) > 1)
+    page.press("/")
+    page.evaluate("document.activeElement.value = ''")
+    page.type(merged.sources[1])
+    page.press("Enter")
+    assert panel_title(page) == merged.name
+    assert merged.sources[1] in page.text("#panel").replace("\n", "")
     page.press("/")
     page.type("no such thing")
     assert page.text("#matches") == "nothing found"
@@ -305,11 +340,22 @@ def test_tables_hold_everything_and_sort(inspection: Inspection, open_page: Open
     for tab, rows in {"layers": part.ops, "states": part.states, "weights": part.weights, "engine": in_decode}.items():
         page.click(f'[data-tab="{tab}"]')
         assert page.count("#view tbody tr") == len(rows)
+    page.click('[data-tab="layers"]')
+    headings = all_of(page, "#view th", "e.innerText")
+    for op in (op_with(part, "q4e.moe"), op_with(part, "q4e.gated_delta_rule")):
+        cells = dict(zip(headings, all_of(page, f'[data-row="{op.path}"] td', "e.innerText"), strict=True))
+        cost = op.costs["decode"]
+        figures = {"Roofline": cost.seconds, "Weights": cost.weight_bytes, "States": cost.state_bytes}
+        for title, value in {**figures, "FLOPs": cost.flops, "Activations": cost.activation_bytes}.items():
+            assert as_number(cells[title]) == pytest.approx(value, rel=0.006, abs=0.5e-9)
+        assert as_share(cells["Share"]) == pytest.approx(cost.share, abs=6e-4) and cells["Kind"] == "plugin"
     page.click('[data-tab="weights"]')
     page.click("#view th:nth-child(4) button")
     names = all_of(page, "#view tbody tr", "e.dataset.row")
     sizes = {weight.name: weight.num_bytes for weight in part.weights}
     assert [sizes[name] for name in names] == sorted(sizes.values(), reverse=True)
+    shown = all_of(page, "#view tbody td:nth-child(4)", "e.innerText")
+    assert list(map(as_number, shown)) == pytest.approx([sizes[name] for name in names], rel=0.006)
     page.click("#view th:nth-child(4) button")
     again = all_of(page, "#view tbody tr", "e.dataset.row")
     assert [sizes[name] for name in again] == sorted(sizes.values())
@@ -343,7 +389,7 @@ def test_it_prints_without_controls(inspection: Inspection, open_page: OpenPage)
 
 
 def test_no_text_becomes_markup(inspection: Inspection, open_page: OpenPage) -> None:
-    hostile = "</script><img src=x onerror=\"document.title='run'\"><!--<script> & \u2028 @css@"
+    hostile = "</title></script><img src=x onerror=\"document.title='run'\"><!--<script> & \u2028 @css@"
     part = inspection.parts[0]
     assert part.engine is not None
     layers = [replace(part.engine.layers[0], name=hostile, ops=[], inspector={"Metadata": hostile})]
@@ -353,11 +399,14 @@ def test_no_text_becomes_markup(inspection: Inspection, open_page: OpenPage) -> 
         inspection,
         bundle=f"/x/{hostile}",
         options={**inspection.options, "precision": hostile},
+        warnings=[hostile],
         parts=[replace(part, ops=[op, *others], engine=replace(part.engine, layers=layers))],
     )
     page = open_page(document)
-    assert page.evaluate("document.title").startswith("/x/</script>")
-    assert hostile in page.evaluate("document.getElementById('facts').textContent")
+    assert page.evaluate("document.title").startswith("/x/</title></script>")
+    facts = all_of(page, "#facts dt", "e.textContent")
+    assert facts[-1] == "warning" and all_of(page, "#facts dd", "e.textContent")[-1] == hostile
+    assert len({*facts}) == len(facts)
     page.click("#unfold-all")
     page.click(".op")
     assert page.evaluate("document.getElementById('panel-title').textContent") == hostile

@@ -7,10 +7,15 @@ from dataclasses import replace
 from qwen4exp_trt.builder.inspection.document import Inspection
 from qwen4exp_trt.builder.inspection.folding import fold
 from qwen4exp_trt.builder.inspection.text import format_inspection
+from qwen4exp_trt.builder.plan_report import size, traffic
+
+
+def rows_of(text: str, start: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(f"{start} ")]
 
 
 def row_of(text: str, start: str) -> str:
-    (row,) = [line for line in text.splitlines() if line.startswith(f"{start} ")]
+    (row,) = rows_of(text, start)
     return row
 
 
@@ -31,6 +36,14 @@ def test_rows_of_the_report(inspection: Inspection) -> None:
     moe = row_of(text, "layers.{0,1}.mlp.moe x2")
     expected = sum(op.costs["decode"].weight_bytes for op in inspection.parts[0].ops if op.op == "q4e.moe")
     assert f"{expected / 1e3:.2f} kB" in moe
+    model = inspection.parts[0]
+    attention = next(op for op in model.ops if op.op == "q4e.qsa_attention")
+    costs = [attention.costs[profile] for profile in inspection.profiles]
+    for moved in (traffic(cost.weight_bytes + cost.state_bytes) for cost in costs):
+        assert f" {moved} " in row_of(text, attention.path)
+    assert model.engine is not None
+    scratch = size(model.engine.scratch_bytes["prefill"])
+    assert rows_of(text, "activations")[0].endswith(f" in prefill ({scratch} of it scratch)")
     lines = text.splitlines()
     types = lines[lines.index(moe) + 1]
     assert types.startswith("    plugin, custom_layer: bf16[T, 32], ") and types.endswith(" -> bf16[T, 32]")
@@ -40,8 +53,31 @@ def test_rows_of_the_report(inspection: Inspection) -> None:
     state = row_of(text, "layers.1.self_attn.kv_cache")
     assert "[num_blocks, 2, 8, 2, 16]" in state and state.endswith("qsa_attention")
     gain = row_of(text, "layers.{0,1}.attn_hyper_connection.hc_norm.add.weight x2")
+    gains = [weight for weight in model.weights if weight.name.endswith("attn_hyper_connection.hc_norm.add.weight")]
+    assert len(gains) == 2 and f" {size(sum(weight.num_bytes for weight in gains))}  " in gain
     assert gain.endswith("model.layers.*.attn_hyper_connection.hc_norm.weight (cast, add)")
     assert max(map(len, lines)) < 260 and all(line == line.rstrip() for line in lines)
+
+
+def test_what_differs_is_not_folded(inspection: Inspection) -> None:
+    model = inspection.parts[0]
+    assert model.engine is not None
+    moe = next(op for op in model.ops if op.path == "layers.1.mlp.moe")
+    dearer = {name: replace(cost, weight_bytes=cost.weight_bytes + 1) for name, cost in moe.costs.items()}
+    ops = [replace(op, costs=dearer) if op is moe else op for op in model.ops]
+    layers = list(model.engine.layers)
+    (index,) = moe.engine_layers["prefill"]
+    layers[index] = replace(layers[index], type="gemm")
+    state = next(state for state in model.states if state.name == "layers.1.self_attn.kv_cache")
+    states = [*model.states, replace(state, name="layers.5.self_attn.kv_cache")]
+    part = replace(model, ops=ops, states=states, engine=replace(model.engine, layers=layers))
+    text = format_inspection(replace(inspection, parts=[part]))
+    lines = text.splitlines()
+    assert row_of(text, "layers.0.mlp.moe")
+    types = lines[lines.index(row_of(text, "layers.1.mlp.moe")) + 1]
+    assert types.startswith("    plugin, custom_layer in decode, gemm in prefill: bf16")
+    cells = [cell.strip() for cell in row_of(text, "layers.{1,5}.self_attn.kv_cache x2").split("  ")]
+    assert {f"{size(state.row_bytes)} each", size(2 * state.sequence_bytes)} <= {*cells}
 
 
 def test_each_layer_by_itself_and_a_selection(inspection: Inspection) -> None:
