@@ -14,8 +14,7 @@ READY := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests that run on engines as well, over the simulator; of these the first few in every run.
-SIMULATED_FEW := tests/runtime/test_llm.py tests/runtime/test_preemption.py tests/runtime/test_async_llm.py \
-	tests/runtime/drafts/test_engine_drafts.py tests/serve/test_event_stream.py
+SIMULATED_FEW := tests/runtime/test_llm.py tests/runtime/test_preemption.py tests/runtime/drafts/test_engine_drafts.py
 SIMULATED := tests/runtime tests/serve tests/e2e/test_demo_drafts.py tests/e2e/test_long_runs.py
 
 .PHONY: setup demo test test-all test-simulated gpu lint golden bench bench-gpu clean

@@ -66,7 +66,11 @@ def test_peaks_of_what_stays_in_a_region_and_of_what_leaves_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}], ids=["", "full"]
+    "changes",
+    [
+        pytest.param({}, id="", marks=pytest.mark.slow),
+        pytest.param({"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}, id="full"),
+    ],
 )
 def test_one_layer_of_each_kind_has_the_peak_of_the_model(changes: dict[str, Any]) -> None:
     config = ModelConfig.from_dict(tiny_config_dict(**changes), "tiny")
@@ -96,7 +100,9 @@ def test_activations_follow_dtype_and_tokens_of_a_step() -> None:
 
 
 @pytest.mark.trt
-@pytest.mark.parametrize("ple_layer_ids", [(2,), ()], ids=["", "no n-grams"])
+@pytest.mark.parametrize(
+    "ple_layer_ids", [pytest.param((2,), id=""), pytest.param((), id="no n-grams", marks=pytest.mark.slow)]
+)
 def test_estimate_is_near_what_tensorrt_reports(ple_layer_ids: tuple[int, ...]) -> None:
     """Of the released model's width and one layer of each kind; for all 48 layers TensorRT reports 0.005 % more.
 

@@ -67,14 +67,11 @@ def assert_no_spills(kernels: Iterable[Kernel], arch: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_a_kernel_of_each_kind_spills_nothing(part: int) -> None:
-    """The largest of each entry and types; all sizes are a slow test."""
-    of_kinds = {
-        (kernel.source, kernel.entry, *(value for _, value in kernel.defines if isinstance(value, str))): kernel
-        for kernel in released_kernels(DEVICES["sm121"].num_sms)
-    }
-    assert_no_spills([*of_kinds.values()][part::4], GB10)
+@pytest.mark.parametrize("part", range(2))
+def test_a_kernel_of_each_entry_spills_nothing(part: int) -> None:
+    """The last of each; all types and sizes are a slow test."""
+    of_entries = {(kernel.source, kernel.entry): kernel for kernel in released_kernels(DEVICES["sm121"].num_sms)}
+    assert_no_spills([*of_entries.values()][part::2], GB10)
 
 
 @pytest.mark.slow

@@ -107,7 +107,13 @@ class Built:
     bundle: Path
 
 
-@pytest.fixture(scope="module", params=BUILDS)
+SLOW_BUILDS = ("mixed kept", "mixed to W4A4")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_BUILDS else []) for name in BUILDS],
+)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, quick_builds: None) -> Built:
     build = BUILDS[request.param]
     base = tmp_path_factory.getbasetemp() / "quantized-builds"

@@ -54,6 +54,7 @@ def test_demo_greedy_text_equals_transformers(demo: Pair, text: list[int]) -> No
 
 
 @pytest.mark.trt
+@pytest.mark.slow
 def test_demo_bf16_costs_no_more_than_in_transformers(text: list[int], tmp_path: Path) -> None:
     llm = build_llm(CHECKPOINT, tmp_path / "bundle", "bfloat16")
     prompts = [text[start : start + length] for start, length in zip((0, 500, 1000), LENGTHS, strict=True)]

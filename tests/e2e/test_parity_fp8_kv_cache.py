@@ -80,6 +80,7 @@ def test_rounding_keys_and_values_costs_less_than_one_rounding(tiny: Pair) -> No
 
 
 @pytest.mark.trt
+@pytest.mark.slow
 def test_bf16_costs_no_more_than_in_transformers(make: PairFactory) -> None:
     pair, prompts = make(dtype="bfloat16"), [random_prompt(length, length) for length in (19, 61, 120)]
     core = core_with_fp8_cache(pair, "bfloat16")

@@ -138,6 +138,7 @@ def test_greedy_tokens_equal_transformers_on_dequantized_weights(quantized: Quan
 
 
 @pytest.mark.trt
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, NVFP4], ids=["kept", "converted"])
 def test_bf16_costs_no_more_than_in_transformers(tmp_path: Path, options: dict[str, str]) -> None:
     """The reference rounds the dequantized weights to BF16, which ops that keep them quantized do not."""

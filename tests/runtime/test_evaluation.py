@@ -51,6 +51,7 @@ def test_perplexity_equals_transformers(exact: LLM) -> None:
 
 
 @pytest.mark.trt
+@pytest.mark.slow
 def test_bf16_is_close_to_float32(exact: LLM, demo_llm: LLM) -> None:
     """Every figure against its definition in float64 on the logits of whole windows."""
     window, count = 100, 200
