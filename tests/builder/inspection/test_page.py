@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, Page, open_browser
+from browser import Page
+from inspection_page import OpenPage, all_of, op_with, panel_title, select
 from released_model import RELEASED_CONFIG
 
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
-from qwen4exp_trt.builder.inspection.document import CostInfo, Inspection, Part
+from qwen4exp_trt.builder.inspection.document import Inspection
 from qwen4exp_trt.builder.inspection.page import render_page
 from qwen4exp_trt.builder.options import BuildOptions
 
@@ -24,70 +23,6 @@ pytestmark = pytest.mark.trt
 
 MAX_PAGE_BYTES = 5 * 2**20
 """Of the released model's: small enough to send by mail."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as browser:
-        yield browser
-
-
-OpenPage = Callable[..., Page]
-
-
-@pytest.fixture
-def open_page(browser: Browser, tmp_path: Path) -> Iterator[OpenPage]:
-    """Opens the page of a document. After the test it must have complained about nothing and loaded nothing."""
-    pages: list[Page] = []
-
-    def open_page(document: Inspection, **options: Any) -> Page:
-        path = tmp_path / "page.html"
-        path.write_text(render_page(document), encoding="utf-8")
-        pages.append(browser.open(path, **options))
-        return pages[-1]
-
-    yield open_page
-    for page in pages:
-        page.evaluate("0")
-        assert page.errors == []
-        assert {re.sub("[?#].*", "", url) for url in page.requests} == {(tmp_path / "page.html").as_uri()}
-
-
-def panel_title(page: Page) -> str:
-    """Without the line breaks that its width makes."""
-    return page.text("#panel-title").replace("\n", "")
-
-
-def all_of(page: Page, selector: str, of: str) -> list[Any]:
-    """The JavaScript expression ``of`` for each element ``e``."""
-    return page.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => {of})")
-
-
-def op_with(part: Part, op: str) -> Any:
-    return next(each for each in part.ops if each.op == op)
-
-
-def shown_costs(page: Page) -> dict[str, list[str]]:
-    """The rows of the panel's table by their titles, a column a profile."""
-    rows = all_of(page, "#panel-costs tr", "[...e.cells].map(c => c.innerText)")
-    return {title: values for title, *values in rows}
-
-
-def as_number(text: str) -> float:
-    """What a figure of the page says, without its unit: 1.35 of "1.35 MB" is 1.35e6."""
-    number, _, unit = text.partition(" ")
-    prefixes = {"n": 1e-9, "µ": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KiB": 2**10, "MiB": 2**20}
-    scale = prefixes.get(unit, prefixes.get(unit[:1], 1.0)) if unit != "B" else 1.0
-    return float(number.replace(",", "")) * scale
-
-
-def as_share(text: str) -> float:
-    return float(text.strip("<%")) / 100
-
-
-def select(page: Page, path: str) -> None:
-    page.evaluate(f"location.hash = {json.dumps('#op=' + path)}")
-    page.evaluate("new Promise(done => setTimeout(done, 50))")
 
 
 def test_the_graph_has_every_op_state_and_tensor(inspection: Inspection, open_page: OpenPage) -> None:
@@ -131,40 +66,6 @@ def drawn_ops(document: Inspection, page: Page) -> list[Any]:
     return [by_path[path] for path in all_of(page, ".op", "e.dataset.op")]
 
 
-def test_a_click_opens_the_panel_with_the_figures_of_the_document(inspection: Inspection, open_page: OpenPage) -> None:
-    page, op = open_page(inspection), op_with(inspection.parts[0], "q4e.qsa_attention")
-    title = f"layers.{op.layer}"
-    page.click(f'[aria-label^="{title},"]')
-    page.click(f'[data-op="{op.path}"]')
-    assert panel_title(page) == op.path
-    costs = shown_costs(page)
-    assert costs["A step"] == list(inspection.profiles)
-    for i, profile in enumerate(inspection.profiles):
-        cost: CostInfo = op.costs[profile]
-        assert cost.seconds is not None
-        figures = {"Weights read": cost.weight_bytes, "States moved": cost.state_bytes, "FLOPs": cost.flops}
-        for name, value in {**figures, "Activations": cost.activation_bytes, "Roofline": cost.seconds}.items():
-            assert as_number(costs[name][i]) == pytest.approx(value, rel=0.006, abs=0.5e-9)  # ns are shown whole
-        assert costs["Bound by"][i] == cost.bound
-        assert as_share(costs["Share of step"][i]) == pytest.approx(cost.share, abs=6e-4)
-    links = all_of(page, "#panel [data-link]", "e.dataset.link")
-    assert set(links) >= {name for name in op.inputs if inspection.parts[0].values[name].kind != "result"}
-    assert all(node.name in page.text("#panel") for node in op.onnx_nodes)
-    engine = inspection.parts[0].engine
-    assert engine is not None and op.engine_layers["decode"]
-    assert all(engine.layers[i].type in page.text("#panel") for i in op.engine_layers["decode"])
-    page.press("Escape")
-    assert page.count("#panel-title") == 0
-
-
-def test_shapes_have_the_extents_of_the_step(inspection: Inspection, open_page: OpenPage) -> None:
-    page = open_page(inspection, hash="#part=draft head&profile=prefill&op=mtp.fc_hidden.linear")
-    assert page.text("#panel").count("bfloat16 [32, 32]") == 3  # both ends, of 4 streams of 8 tokens, and the weight
-    page.click('[data-profile="decode"]')
-    assert page.text("#panel").count("bfloat16 [4, 32]") == 2
-    assert "[1, 8] in this step" in open_page(inspection, hash="#input=block_table").text("#panel")
-
-
 def test_links_of_the_panel_lead_along_the_tensors(inspection: Inspection, open_page: OpenPage) -> None:
     page, part = open_page(inspection), inspection.parts[0]
     op = op_with(part, "q4e.gated_delta_rule")
@@ -180,86 +81,6 @@ def test_links_of_the_panel_lead_along_the_tensors(inspection: Inspection, open_
     select(page, op.path)
     page.click(f'[data-link="{weight.name}"]')
     assert all_of(page, ".op.selected", "e.dataset.op") == [op.path]
-
-
-MEASURES: dict[str, Callable[[CostInfo], float]] = {
-    "time": lambda cost: cost.seconds or 0.0,
-    "bytes": lambda cost: cost.weight_bytes + cost.state_bytes,
-    "flops": lambda cost: cost.flops,
-}
-
-
-def test_bars_are_proportional(inspection: Inspection, open_page: OpenPage) -> None:
-    page = open_page(inspection)
-    for name, measure in MEASURES.items():
-        page.click(f'[data-measure="{name}"]')
-        names = all_of(page, "[data-component]", "e.dataset.component")
-        widths = all_of(page, ".component .fill", "e.getBoundingClientRect().width")
-        amounts = {each.name: measure(each.costs["decode"]) for each in inspection.parts[0].components if each.num_ops}
-        assert names == sorted(amounts, key=amounts.__getitem__, reverse=True)
-        assert widths[0] > 100
-        for each, width in zip(names, widths, strict=True):
-            assert width == pytest.approx(widths[0] * amounts[each] / amounts[names[0]], abs=1.1)
-        shares = [amounts[each] / sum(amounts.values()) for each in names]
-        shown = all_of(page, ".component .number .dim", "e.innerText")
-        assert list(map(as_share, shown)) == pytest.approx(shares, abs=6e-4)
-        parts = all_of(page, ".stacked i", "e.getBoundingClientRect().width")
-        assert parts == pytest.approx([share * page.box(".stacked")["width"] for share in shares], abs=1.1)
-    page.click("#unfold-all")
-    widths = all_of(page, ".op .load", "+e.getAttribute('width')")
-    loads = dict(zip(all_of(page, ".op", "e.dataset.op"), widths, strict=True))
-    seconds = {op.path: op.costs["decode"].seconds or 0.0 for op in inspection.parts[0].ops}
-    longest = max(seconds.values())
-    assert 100 < max(widths) < all_of(page, ".op .box", "+e.getAttribute('width')")[0]
-    assert loads == pytest.approx({path: max(widths) * each / longest for path, each in seconds.items()})
-    blocks = [sum(seconds[op.path] for op in ops) for _, ops in groupby(inspection.parts[0].ops, lambda op: op.layer)]
-    times = all_of(page, ".fold .value", "e.textContent")
-    assert list(map(as_number, times)) == pytest.approx(blocks, rel=0.006, abs=0.5e-9)
-    sums = "[...e.querySelectorAll('.load')].reduce((sum, each) => sum + Number(each.getAttribute('width')), 0)"
-    widths = all_of(page, ".fold", sums)
-    assert 100 < max(widths) < 140
-    assert widths == pytest.approx([max(widths) * each / max(blocks) for each in blocks])
-
-
-def test_a_component_filters_graph_and_tables(inspection: Inspection, open_page: OpenPage) -> None:
-    page, part = open_page(inspection), inspection.parts[0]
-    component = part.components[-2].name
-    members = [op.path for op in part.ops if op.component == component]
-    assert 0 < len(members) < len(part.ops)
-    page.click("#unfold-all")
-    page.click(f'[data-component="{component}"]')
-    bright = all_of(page, ".op:not(.faded)", "e.dataset.op")
-    assert sorted(bright) == sorted(members)
-    page.click('[data-tab="layers"]')
-    assert page.count("#view tbody tr") == len(members)
-    assert part.engine is not None
-    layers = [layer for layer in part.engine.layers if layer.profile == "decode" and {*layer.ops[:1]} & {*members}]
-    page.click('[data-tab="engine"]')
-    assert layers and page.count("#view tbody tr") == len(layers)
-    page.click('[data-tab="layers"]')
-    page.click(f'[data-component="{component}"]')
-    assert page.count("#view tbody tr") == len(part.ops)
-
-
-def test_the_profile_changes_all_figures(inspection: Inspection, open_page: OpenPage) -> None:
-    page, part = open_page(inspection), inspection.parts[0]
-    for profile in ("prefill", "decode"):
-        page.click(f'[data-profile="{profile}"]')
-        total = part.totals[profile]
-        assert total.seconds is not None
-        assert as_number(page.text("#step-time strong")) == pytest.approx(total.seconds, rel=0.006)
-        step = inspection.profiles[profile].step
-        assert f"{step.num_tokens:,} new token" in page.text("#step-time")
-        tiles = page.text(".tiles").split("\n")
-        shown = dict(zip(tiles[::2], tiles[1::2], strict=True))
-        assert as_number(shown["FLOPs"]) == pytest.approx(total.flops, rel=0.006)
-        assert as_number(shown["Weights read"]) == pytest.approx(total.weight_bytes, rel=0.006)
-        groups: dict[str, float] = {}
-        for op in part.ops:
-            name = re.sub(r"layers\.\d+\.", "", op.path)
-            groups[name] = groups.get(name, 0.0) + op.costs[profile].share
-        largest = all_of(page, "#panel .item .line > :last-child", "e.innerText")[:3]
-        assert list(map(as_share, largest)) == pytest.approx(sorted(groups.values(), reverse=True)[:3], abs=6e-4)
 
 
 def test_search_finds_ops_tensors_weights_and_states(inspection: Inspection, open_page: OpenPage) -> None:
@@ -333,40 +154,6 @@ def test_the_address_says_what_is_shown(inspection: Inspection, open_page: OpenP
     assert open_page(inspection, hash="#part=none&op=none&tab=none&profile=none&component=none").count(".fold") > 0
 
 
-def test_tables_hold_everything_and_sort(inspection: Inspection, open_page: OpenPage) -> None:
-    page, part = open_page(inspection), inspection.parts[0]
-    assert part.engine is not None
-    in_decode = [layer for layer in part.engine.layers if layer.profile == "decode"]
-    for tab, rows in {"layers": part.ops, "states": part.states, "weights": part.weights, "engine": in_decode}.items():
-        page.click(f'[data-tab="{tab}"]')
-        assert page.count("#view tbody tr") == len(rows)
-    page.click('[data-tab="layers"]')
-    headings = all_of(page, "#view th", "e.innerText")
-    for op in (op_with(part, "q4e.moe"), op_with(part, "q4e.gated_delta_rule")):
-        cells = dict(zip(headings, all_of(page, f'[data-row="{op.path}"] td', "e.innerText"), strict=True))
-        cost = op.costs["decode"]
-        figures = {"Roofline": cost.seconds, "Weights": cost.weight_bytes, "States": cost.state_bytes}
-        for title, value in {**figures, "FLOPs": cost.flops, "Activations": cost.activation_bytes}.items():
-            assert as_number(cells[title]) == pytest.approx(value, rel=0.006, abs=0.5e-9)
-        assert as_share(cells["Share"]) == pytest.approx(cost.share, abs=6e-4) and cells["Kind"] == "plugin"
-    page.click('[data-tab="weights"]')
-    page.click("#view th:nth-child(4) button")
-    names = all_of(page, "#view tbody tr", "e.dataset.row")
-    sizes = {weight.name: weight.num_bytes for weight in part.weights}
-    assert [sizes[name] for name in names] == sorted(sizes.values(), reverse=True)
-    shown = all_of(page, "#view tbody td:nth-child(4)", "e.innerText")
-    assert list(map(as_number, shown)) == pytest.approx([sizes[name] for name in names], rel=0.006)
-    page.click("#view th:nth-child(4) button")
-    again = all_of(page, "#view tbody tr", "e.dataset.row")
-    assert [sizes[name] for name in again] == sorted(sizes.values())
-    ten = replace(part.weights[0], name="layers.10.weight", read_by=[])
-    page = open_page(replace(inspection, parts=[replace(part, weights=[ten, *part.weights])]), hash="#tab=weights")
-    page.click("#view th:nth-child(1) button")
-    names = all_of(page, "#view tbody tr", "e.dataset.row")
-    numbers = [int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
-    assert numbers == sorted(numbers) and numbers[-1] == 10
-
-
 def test_it_fits_the_window(inspection: Inspection, open_page: OpenPage) -> None:
     for width, scheme in ((1280, "light"), (1920, "dark")):
         page = open_page(inspection, width=width, height=width * 9 // 16, scheme=scheme)
@@ -406,7 +193,6 @@ def test_no_text_becomes_markup(inspection: Inspection, open_page: OpenPage) -> 
     assert page.evaluate("document.title").startswith("/x/</title></script>")
     facts = all_of(page, "#facts dt", "e.textContent")
     assert facts[-1] == "warning" and all_of(page, "#facts dd", "e.textContent")[-1] == hostile
-    assert len({*facts}) == len(facts)
     page.click("#unfold-all")
     page.click(".op")
     assert page.evaluate("document.getElementById('panel-title').textContent") == hostile
@@ -415,26 +201,6 @@ def test_no_text_becomes_markup(inspection: Inspection, open_page: OpenPage) -> 
     page.type("<img src=x")
     assert hostile in page.evaluate("document.querySelector('#matches .path').textContent")
     assert page.count("img") == 0
-
-
-def test_without_engine_and_draft_head(float_inspection: Inspection, open_page: OpenPage) -> None:
-    document = float_inspection
-    part = document.parts[0]
-    assert document.target is None and part.engine is None and len(document.parts) == 1
-    page = open_page(document)
-    assert page.count("[data-part]") == 0 and "no engine" in page.text(".tiles")
-    assert as_number(page.text("#step-time strong")) == pytest.approx(
-        part.totals["decode"].weight_bytes + part.totals["decode"].state_bytes, rel=0.006
-    )
-    assert page.count('[data-measure="time"]') == 0
-    page.click("#unfold-all")
-    assert page.count(".op") == len(part.ops)
-    page.click(".op")
-    assert shown_costs(page)["Roofline"] == ["unknown", "unknown"]
-    page.click('[data-tab="engine"]')
-    assert page.text("#view") == "No engine."
-    empty = replace(part, ops=[], states=[], weights=[], components=[], values={}, inputs=[], outputs=[])
-    assert open_page(replace(document, parts=[empty])).count(".fold") == 0
 
 
 @pytest.mark.slow
