@@ -48,6 +48,9 @@ def test_the_graph_has_every_op_state_and_tensor(inspection: Inspection, open_pa
 def test_boxes_do_not_overlap_and_edges_go_down(inspection: Inspection, open_page: OpenPage) -> None:
     page = open_page(inspection)
     page.click("#unfold-all")
+    widths = dict(all_of(page, ".edge[data-value]", "[e.dataset.value, +e.getAttribute('stroke-width')]"))
+    stack, mixed = (f"layers.1.mlp_hyper_connection.hc_read.{name}" for name in ("combined", "mixed"))
+    assert widths[stack] > widths[mixed] > 1  # of four streams, and of one
     boxes = all_of(page, ".op .box", "e.getBoundingClientRect().toJSON()")
     for i, one in enumerate(boxes):
         for other in boxes[i + 1 :]:
@@ -77,6 +80,7 @@ def test_links_of_the_panel_lead_along_the_tensors(inspection: Inspection, open_
     select(page, op.path)
     page.click(f'[data-link="{op.updates[0]}"]')
     assert f"Written by\n{op.path}" in page.text("#panel")
+    assert page.count(".edge.effect.near") == 1
     weight = next(weight for weight in part.weights if weight.read_by == [op.path])
     select(page, op.path)
     page.click(f'[data-link="{weight.name}"]')

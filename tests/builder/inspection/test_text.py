@@ -65,12 +65,14 @@ def test_what_differs_is_not_folded(inspection: Inspection) -> None:
     moe = next(op for op in model.ops if op.path == "layers.1.mlp.moe")
     dearer = {name: replace(cost, weight_bytes=cost.weight_bytes + 1) for name, cost in moe.costs.items()}
     ops = [replace(op, costs=dearer) if op is moe else op for op in model.ops]
+    text = format_inspection(replace(inspection, parts=[replace(model, ops=ops)]))
+    assert row_of(text, "layers.0.mlp.moe") and row_of(text, "layers.1.mlp.moe")
     layers = list(model.engine.layers)
     (index,) = moe.engine_layers["prefill"]
     layers[index] = replace(layers[index], type="gemm")
     state = next(state for state in model.states if state.name == "layers.1.self_attn.kv_cache")
     states = [*model.states, replace(state, name="layers.5.self_attn.kv_cache")]
-    part = replace(model, ops=ops, states=states, engine=replace(model.engine, layers=layers))
+    part = replace(model, states=states, engine=replace(model.engine, layers=layers))
     text = format_inspection(replace(inspection, parts=[part]))
     lines = text.splitlines()
     assert row_of(text, "layers.0.mlp.moe")
