@@ -38,12 +38,12 @@ SELECT, ATTENTION = "layers.1.self_attn.indexer.qsa_select", "layers.1.self_attn
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a draft head, and all plugin inputs marked."""
+    """With a draft head, and all plugin inputs marked. Nothing here asks the engine itself."""
     folder = tmp_path_factory.mktemp("marked")
     checkpoint = bundles.mtp_checkpoint(tmp_path_factory.getbasetemp())
     options: dict[str, Any] = {"activation_dtype": "bfloat16", "prefill_chunk": 32, "mark_plugin_inputs": ("*",)}
     with patch.multiple(planning, estimate_activations=lambda *step: 0, estimate_workspace=lambda *step: 0):
-        return bundles.build(checkpoint, folder / "bundle", **options)
+        return bundles.build_with_stand_in(checkpoint, folder / "bundle", **options)
 
 
 @pytest.fixture
