@@ -213,7 +213,7 @@ def choose_backend(
             f"debug_nan (--debug-nan) looks at the result of each op, and the backend {name!r} runs a whole engine; "
             "use the backend 'eager'"
         )
-    chosen = device_from_name(device or ("cpu" if is_eager else "cuda"))
+    chosen = device_from_name(device or ("cpu" if is_eager else "cuda"), for_engine=not is_eager)
     graphs = options.graphs_on(chosen.type)
     if is_eager:
         if graphs == CudaGraphs.TENSORRT or (graphs == CudaGraphs.OWN and chosen.type == "cpu"):
@@ -227,8 +227,6 @@ def choose_backend(
                 "compiled kernels could be kept; leave the option out"
             )
         return BackendChoice(name, chosen, graphs, None)
-    if chosen.type == "cpu":
-        raise BundleError(f"the backend {name!r} executes on a GPU; use device 'cuda', or the backend 'eager'")
     trt = load_trt(name)
     check_engine_fits(trt, folder, manifest, chosen)
     Capabilities(trt).check_graphs(graphs)

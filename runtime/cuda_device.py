@@ -12,9 +12,12 @@ from qwen4exp_trt.plugins.compile import architecture
 from qwen4exp_trt.plugins.execute import num_multiprocessors
 from qwen4exp_trt.runtime.memory_plan import MemoryPlan
 
+_ENGINE_ON_CPU = "an engine executes on a GPU, only the backend 'eager' on the CPU"
 
-def device_from_name(name: str) -> torch.device:
-    """``cpu``, ``cuda`` or ``cuda:N`` as a device that can execute; `BundleError` for any other or one that is absent.
+
+def device_from_name(name: str, for_engine: bool = False) -> torch.device:
+    """``cpu``, ``cuda`` or ``cuda:N`` as a device that can execute; `BundleError` for any other or one that is absent,
+    or ``for_engine`` for the CPU.
 
     `PluginError` for a GPU that the kernels do not run on, or without cuda-python.
     """
@@ -25,10 +28,13 @@ def device_from_name(name: str) -> torch.device:
     if device is None or device.type not in ("cpu", "cuda"):
         raise BundleError(f"device {name!r} cannot execute in this version; use 'cpu', 'cuda' or 'cuda:N'")
     if device.type == "cpu":
+        if for_engine:
+            raise BundleError(f"device 'cpu': {_ENGINE_ON_CPU}; use device 'cuda'")
         return torch.device("cpu")
     if not torch.cuda.is_available():
         build = "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no CUDA GPU here"
-        raise BundleError(f"device {name!r}: {build}; use device 'cpu'")
+        instead = _ENGINE_ON_CPU if for_engine else "use device 'cpu'"
+        raise BundleError(f"device {name!r}: {build}; {instead}")
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise BundleError(f"device {name!r}: this machine has {torch.cuda.device_count()} GPUs, cuda:0 and on")

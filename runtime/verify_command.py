@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,11 +43,27 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="cuda", help="where both execute (default: %(default)s)")
     text = "where the checkpoint is now (default: where it was at the build)"
     add("--checkpoint", type=Path, metavar="FOLDER", help=text)
-    add("--tolerance", type=float, default=TOLERANCE, metavar="X", help="relative RMS error (default: %(default)s)")
+    add(
+        "--tolerance", type=_tolerance, default=TOLERANCE, metavar="X", help="relative RMS error (default: %(default)s)"
+    )
     text = "print every value that the engine shows between its layers (default: no); for a bundle that was built with "
     add("--layers", action="store_true", help=f"{text}--mark-plugin-inputs")
-    add("--seed", type=int, default=0, metavar="N", help="of the token ids (default: %(default)s)")
+    add("--seed", type=_seed, default=0, metavar="N", help="of the token ids (default: %(default)s)")
     return parser.parse_args(argv)
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no tolerance; give 0 or more")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is no seed; give 0 or more, below 2**63")
+    return value
 
 
 def verify(
@@ -57,11 +74,11 @@ def verify(
     """Print the largest errors of each step; `BundleError` names the first tensor that differs too much."""
     manifest = Manifest.load(args.bundle)
     manifest.check_files(args.bundle)
-    device = device_from_name(args.device)
     if manifest.backend is None:
         raise BundleError(f"{args.bundle}: has no engine to verify; build it with --activation-dtype bfloat16")
     if args.layers and not manifest.all_debug_outputs:
         raise BundleError(f"{args.bundle}: its engine shows no values for --layers; build it with --mark-plugin-inputs")
+    device = device_from_name(args.device, for_engine=trt is None)
     trt = trt or load_trt(manifest.backend)
     check_engine_fits(trt, args.bundle, manifest, device)
     limits = manifest.limits

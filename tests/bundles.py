@@ -23,7 +23,7 @@ from qwen4exp_trt.builder import planning
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.engine import EngineBuild
 from qwen4exp_trt.builder.options import BuildOptions
-from qwen4exp_trt.frontend.export import export_program
+from qwen4exp_trt.frontend.export import export_draft_program, export_program
 
 ROOT = Path(__file__).parents[1]
 CHAT_TEMPLATE = ROOT / "tests" / "fixtures" / "chat_template.jinja"
@@ -67,6 +67,18 @@ def write_text_files(folder: Path) -> None:
     shutil.copyfile(CHAT_TEMPLATE, folder / "chat_template.jinja")
 
 
+_export_once, _export_draft_once = cache(export_program), cache(export_draft_program)
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """All builds of a config have one trace, most of the time of a tiny build."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_module, "export_program", _export_once)
+        patch.setattr(compile_module, "export_draft_program", _export_draft_once)
+        yield
+
+
 def build(checkpoint: Path, output: Path, **options: Any) -> Path:
     """Build a bundle with float32 activations (no engine) within `LIMITS`, unless told otherwise.
 
@@ -75,18 +87,15 @@ def build(checkpoint: Path, output: Path, **options: Any) -> Path:
     values = {"activation_dtype": "float32", **LIMITS} | options
     if simulated_engines and values["activation_dtype"] == "float32":
         return build_with_stand_in(checkpoint, output, **values)
-    build_bundle(BuildOptions(checkpoint=checkpoint, output=output, **values))
+    with traced_once():
+        build_bundle(BuildOptions(checkpoint=checkpoint, output=output, **values))
     return output
-
-
-_export_once = cache(export_program)
 
 
 @contextmanager
 def quick_builds() -> Iterator[None]:
-    """One trace for all builds of a config, and no estimate of activations: most of the time of a tiny build."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile_module, "export_program", _export_once)
+    """Builds trace a config once and estimate no activations: most of the time of a tiny build."""
+    with pytest.MonkeyPatch.context() as patch, traced_once():
         for name in ("estimate_activations", "estimate_workspace"):
             patch.setattr(planning, name, lambda *step: 0)
         yield
@@ -103,7 +112,7 @@ def build_with_stand_in(checkpoint: Path, output: Path, **options: Any) -> Path:
     runtime checks like any other. It says nothing of what TensorRT makes of the model.
     """
     values = {"activation_dtype": "float32", **LIMITS} | options
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, traced_once():
         patch.setattr(BuildOptions, "has_engine", True)
         patch.setattr(build_module, "build_engine", _stand_in)
         patch.setattr(build_module, "compile_kernels", lambda *args: {})

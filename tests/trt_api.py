@@ -67,6 +67,10 @@ class Api:
             return "function"
         return "value" if name in self.description["values"] or name == "__version__" else ""
 
+    def has(self, owner: str | None, member: str) -> bool:
+        """Whether there is such a name: of the module without an ``owner``, else of the class."""
+        return bool(self.kind_of(member)) if owner is None else self.find(owner, member) is not None
+
     def find(self, owner: str, member: str) -> tuple[str, Any] | None:
         """(``methods``, overloads), (``properties``, description) or (``values``, None) of a class or its bases."""
         for cls in self.lineage(owner):

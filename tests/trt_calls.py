@@ -106,8 +106,8 @@ def _call_container(frame: Frame, method: ast.Attribute, args: Sequence[Values])
 def _call_builtin(frame: Frame, name: str, node: ast.Call, args: Sequence[Values]) -> Values:
     if name == "getattr" and len(args) > 1:
         return _getattr(frame, node, args)
-    if name == "hasattr" and any(value.kind in ("module", "class", "instance") for value in args[0]):
-        return frozenset(Value("has", name) for name in frame.asked(args[1]))
+    if name == "hasattr":
+        return frame.asked(args[0], args[1])
     if name == "super":
         return one("our instance", frame.owner) if frame.owner else NOTHING
     if name == "zip":

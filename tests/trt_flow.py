@@ -26,8 +26,8 @@ class Flow:
         self.api, self.trees = api, trees
         self.functions: dict[str, Function] = {}
         self.classes: dict[str, Class] = {}
-        self.guards: set[str] = set()
-        """Names that `hasattr` asks TensorRT about."""
+        self.guards: set[tuple[str | None, str]] = set()
+        """(class, or None for the module; name) that `hasattr` asks TensorRT about."""
         self._values: dict[tuple[str, str], Values] = {}
         self._readers: dict[tuple[str, str], set[str]] = defaultdict(set)
         self._uses: dict[str, set[Use]] = {}

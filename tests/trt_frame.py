@@ -179,7 +179,9 @@ class Frame:
                         self.flow.add(function.key, arg.arg, self.typed(documented.partition(": ")[2].rstrip("=")))
 
     def annotated(self, annotation: ast.expr) -> Values:
-        """Instances of ours that an annotation names."""
+        """Instances of ours that an annotation names; the only module that one is about is TensorRT."""
+        if isinstance(annotation, ast.Name) and annotation.id == "ModuleType":
+            return one("module")
         if isinstance(annotation, ast.BinOp):
             return self.annotated(annotation.left) | self.annotated(annotation.right)
         if isinstance(annotation, ast.Subscript):
@@ -214,11 +216,12 @@ class Frame:
         use = Use(where, self.function, kind, owner, member, num_args, is_guarded=self.guards > 0, **more)
         self.flow.add_use(use)
 
-    def asked(self, names: Values) -> list[str]:
-        """`hasattr` asks TensorRT about ``names``."""
-        found = [value.name for value in names if value.kind == "text"]
-        self.flow.guards.update(found)
-        return found
+    def asked(self, objects: Values, names: Values) -> Values:
+        """What `hasattr` says of ``names``, if it asks TensorRT's ``objects``."""
+        owners = [value.name or None for value in objects if value.kind in ("module", "class", "instance")]
+        found = [name.name for name in names if name.kind == "text"] if owners else []
+        self.flow.guards.update((owner, name) for owner in owners for name in found)
+        return frozenset(Value("has", name) for name in found)
 
     def items(self, values: Values) -> Values:
         """What iteration gives."""

@@ -32,7 +32,8 @@ def damaged(checkpoint: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def compiled(checkpoint: Path) -> CompiledProgram:
-    return compile_program(ModelConfig.from_dir(checkpoint), ExportOptions("float32", "auto", 8), Quantization())
+    with bundles.traced_once():
+        return compile_program(ModelConfig.from_dir(checkpoint), ExportOptions("float32", "auto", 8), Quantization())
 
 
 @pytest.fixture(scope="module")

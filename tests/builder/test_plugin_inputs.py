@@ -16,11 +16,13 @@ from tiny_programs import BATCH, conv_state, floats, sample_steps, trace
 from torch import Tensor, nn
 
 from qwen4exp_trt.builder.__main__ import main
-from qwen4exp_trt.builder.compile import CompiledProgram
+from qwen4exp_trt.builder.compile import ExportOptions, compile_program
 from qwen4exp_trt.builder.interpret import OnnxProgram
 from qwen4exp_trt.builder.lower import lower_program
 from qwen4exp_trt.builder.plugin_inputs import check_patterns, plugin_inputs
 from qwen4exp_trt.errors import BuildError
+from qwen4exp_trt.frontend.config import ModelConfig
+from qwen4exp_trt.passes.pipeline import Quantization
 from qwen4exp_trt.passes.verification import initial_states, random_source
 from qwen4exp_trt.runtime.bundle_programs import load_programs
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, LAYERS_FILE, ONNX_FILE, Manifest
@@ -135,7 +137,18 @@ def test_the_onnx_gives_marked_values(program: Program) -> None:
 # --- builds -----------------------------------------------------------------------------------------------------------
 
 
-def test_all_of_a_model_are_marked_without_a_pattern(compiled: CompiledProgram) -> None:
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a draft head."""
+    return bundles.mtp_checkpoint(tmp_path_factory.getbasetemp())
+
+
+LIMITS = ["--max-seq-len", "64", "--block-size", "8", "--max-batch-size", "2"]
+
+
+def test_all_of_a_model_are_marked_without_a_pattern(checkpoint: Path) -> None:
+    options = ExportOptions("bfloat16", "auto", 8)
+    compiled = compile_program(ModelConfig.from_dir(checkpoint), options, Quantization())
     plugins = {node.name: node.input for node in compiled.onnx_model.graph.node if node.domain == "q4e"}
     states = {spec.out_name for spec in compiled.program.states}
     made = {name for node in compiled.onnx_model.graph.node for name in node.output} - states
@@ -152,9 +165,7 @@ def test_engines_of_float32_are_refused(checkpoint: Path, tmp_path: Path, capsys
 
 
 def test_a_bad_pattern_ends_the_build_before_it_writes(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
-    said = refused(
-        capsys, tmp_path, checkpoint, "-o", tmp_path / "bundle", "--max-seq-len", "64", "--mark-plugin-inputs", "mpl.*"
-    )
+    said = refused(capsys, tmp_path, checkpoint, "-o", tmp_path / "bundle", *LIMITS, "--mark-plugin-inputs", "mpl.*")
     assert "--mark-plugin-inputs 'mpl.*' matches no plugin" in said
 
 
@@ -180,12 +191,11 @@ def assert_io_is_the_programs(bundle: Path) -> int:
 
 
 @pytest.mark.trt
-def test_a_build_says_and_records_what_is_marked(tmp_path: Path, tmp_path_factory: Any, capsys: Capture) -> None:
+def test_a_build_says_and_records_what_is_marked(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
     """The model's and the draft head's, by patterns for some of both."""
-    checkpoint = bundles.mtp_checkpoint(tmp_path_factory.getbasetemp())
-    argv = [str(checkpoint), "-o", str(tmp_path / "bundle"), "--max-seq-len", "64", "--block-size", "8"]
     patterns = ["layers.0.mlp.*", "*.qsa_select", "mtp.*.qsa_attention"]
-    assert main([*argv, "--max-batch-size", "2", "--mark-plugin-inputs", *patterns]) == 0
+    argv = [str(checkpoint), "-o", str(tmp_path / "bundle"), *LIMITS, "--mark-plugin-inputs", *patterns]
+    assert main(argv) == 0
     manifest = Manifest.load(tmp_path / "bundle")
     select, attention = "self_attn.indexer.qsa_select", "self_attn.q_proj_k_proj_v_proj"
     indexer = "self_attn.indexer.qsa_indexer"

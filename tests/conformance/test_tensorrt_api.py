@@ -24,6 +24,7 @@ from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
 pytestmark = pytest.mark.trt
 
+CHECKED = (*PACKAGES, "benchmarks")
 RECORDED = ROOT / "tests" / "fixtures" / "tensorrt_11_api.json"
 
 
@@ -41,7 +42,7 @@ def tensorrt() -> Api:
 
 @pytest.fixture(scope="module")
 def flow(rtx: Api) -> Flow:
-    return Flow(rtx, {module_path(path): parse(path) for path in source_files(*PACKAGES)})
+    return Flow(rtx, {module_path(path): parse(path) for path in source_files(*CHECKED)})
 
 
 def module_path(path: Path) -> str:
@@ -49,15 +50,22 @@ def module_path(path: Path) -> str:
 
 
 def problems_in_rtx(flow: Flow, rtx: Api) -> list[str]:
-    return sorted(filter(None, map(rtx.problem, flow.uses)))
+    """A name that it is asked for is one of its own: `hasattr` would leave out what a misspelt one guards."""
+    unknown = [f"hasattr is asked about {name}, which is absent" for name in asked_names(flow, rtx, are_there=False)]
+    return sorted([*unknown, *filter(None, map(rtx.problem, flow.uses))])
 
 
 def problems_in_tensorrt(flow: Flow, tensorrt: Api) -> list[str]:
     """Names that TensorRT for RTX has alone may be used where the module was asked for such a name."""
-    has = {name for name in flow.guards if tensorrt.kind_of(name)}
-    assert not has, f"hasattr is asked about {', '.join(sorted(has))}, which both packages have"
+    has = asked_names(flow, tensorrt, are_there=True)
+    assert not has, f"hasattr is asked about {', '.join(has)}, which both packages have"
     unguarded = [use for use in flow.uses if not flow.is_guarded(use) and not is_of_a_missing_class(use, tensorrt)]
     return sorted(filter(None, map(tensorrt.problem, unguarded)))
+
+
+def asked_names(flow: Flow, api: Api, are_there: bool) -> list[str]:
+    guards = [guard for guard in flow.guards if api.has(*guard) == are_there]
+    return sorted(".".join(filter(None, guard)) for guard in guards)
 
 
 def is_of_a_missing_class(use: Use, tensorrt: Api) -> bool:
@@ -169,6 +177,19 @@ def test_values_are_followed_through_our_code(rtx: Api) -> None:
     assert problem == "builder.example:19: IExecutionContext.execute_v1 is absent"
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from types import ModuleType\ndef load() -> ModuleType: ...\nmodule = load()\nmodule.Bilder",
+        "from types import ModuleType\ndef f(module: ModuleType):\n    module.Bilder",
+        "def f(trt):\n    g({'a': trt})\ndef g(modules):\n    modules['a'].Bilder",
+    ],
+)
+def test_the_module_is_followed_under_other_names(rtx: Api, source: str) -> None:
+    (problem,) = problems_in_rtx(flow_of(rtx, source), rtx)
+    assert problem.endswith(": Bilder is absent")
+
+
 OVERRIDE = """
     class Log:
         def log(self, {args}):
@@ -228,10 +249,17 @@ def test_what_tensorrt_lacks_is_found(rtx: Api, tensorrt: Api, source: str, is_g
     assert not lacking if is_guarded else [problem.endswith(f"{used[4:]} is absent") for problem in lacking] == [True]
 
 
-def test_asking_for_what_both_have_is_no_guard(rtx: Api, tensorrt: Api) -> None:
-    found = flow_of(rtx, "def f(trt):\n    if hasattr(trt, 'Builder'):\n        trt.CudaGraphStrategy")
-    with pytest.raises(AssertionError, match="asked about Builder, which both packages have"):
+@pytest.mark.parametrize("asked,name", [("trt, 'Builder'", "Builder"), ("trt.DataType, 'FP8'", "DataType.FP8")])
+def test_asking_for_what_both_have_is_no_guard(rtx: Api, tensorrt: Api, asked: str, name: str) -> None:
+    found = flow_of(rtx, f"def f(trt):\n    if hasattr({asked}):\n        trt.CudaGraphStrategy")
+    with pytest.raises(AssertionError, match=f"asked about {name}, which both packages have"):
         problems_in_tensorrt(found, tensorrt)
+
+
+@pytest.mark.parametrize("asked,name", [("trt, 'Bilder'", "Bilder"), ("trt.DataType, 'BF17'", r"DataType\.BF17")])
+def test_asking_for_what_rtx_lacks_is_found(rtx: Api, asked: str, name: str) -> None:
+    (problem,) = problems_in_rtx(flow_of(rtx, f"def f(trt):\n    return hasattr({asked})"), rtx)
+    assert re.fullmatch(f"hasattr is asked about {name}, which is absent", problem)
 
 
 # --- the record -----------------------------------------------------------------------------------------------------

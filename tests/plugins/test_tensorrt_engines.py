@@ -38,7 +38,7 @@ from qwen4exp_trt.plugins import tensorrt as shells
 from qwen4exp_trt.plugins.dims import evaluate
 from qwen4exp_trt.plugins.kernels import MAX_SMS
 from qwen4exp_trt.plugins.registry import plugin_specs
-from qwen4exp_trt.plugins.spec import NAMESPACE, Attr, OpSpec, TensorArg, dtypes_of, element_shape
+from qwen4exp_trt.plugins.spec import ACTIVATION_DTYPES, NAMESPACE, Attr, OpSpec, TensorArg, dtypes_of, element_shape
 from qwen4exp_trt.plugins.tensorrt import AttrFields, make_creators, take_callback_errors, torch_dtypes
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 
@@ -46,7 +46,8 @@ pytestmark = pytest.mark.trt
 
 NO_KERNEL = (Variant("linear", F32),)
 """What a spec allows and no kernel computes: the model's program has aten::linear there."""
-BUILT = [pytest.param(each, id=str(each)) for each in [*variants(BF16), *variants(F32)] if each not in NO_KERNEL]
+VARIANTS = [each for dtype in ACTIVATION_DTYPES for each in variants(dtype)]
+BUILT = [pytest.param(each, id=str(each)) for each in VARIANTS if each not in NO_KERNEL]
 TRT_NAMES = {
     BF16: "BFloat16",
     F32: "Float",
@@ -67,6 +68,13 @@ def args_of(variant: Variant) -> dict[str, TensorArg]:
     spec = variant.spec
     outputs = dict(zip(fake_results(variant), (*spec.outputs, *spec.states), strict=True))
     return {arg.name: arg for arg in spec.inputs} | outputs
+
+
+def test_every_dtype_of_a_spec_is_tried() -> None:
+    for spec in plugin_specs().values():
+        tried = [operands(each) for each in VARIANTS if each.op == spec.name]
+        for arg in spec.inputs:
+            assert {made[arg.name].dtype for made in tried} == set(dtypes_of(arg.dtype, None)), (spec.name, arg.name)
 
 
 # --- what it builds -------------------------------------------------------------------------------------------------

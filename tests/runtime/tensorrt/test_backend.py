@@ -97,7 +97,9 @@ def test_bundle_without_engine_is_refused(tiny_bundle: Path) -> None:
 
 
 def test_engine_on_a_cpu_is_refused(bundle: Path) -> None:
-    with pytest.raises(BundleError, match="the backend 'tensorrt-rtx' executes on a GPU; use device 'cuda', or"):
+    with pytest.raises(
+        BundleError, match="an engine executes on a GPU, only the backend 'eager' on the CPU; use device"
+    ):
         LLM(bundle, backend="tensorrt-rtx", device="cpu")
 
 

@@ -137,7 +137,7 @@ def test_the_engine_is_checked_before_anything_is_read(
     """`LLM` names what is wrong with the engine, where a list of changed files would say less."""
     (copy / ENGINE_FILE).write_bytes(b"another")
     (copy / "tokenizer.json").unlink()
-    monkeypatch.setattr("qwen4exp_trt.runtime.backend.device_from_name", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("qwen4exp_trt.runtime.backend.device_from_name", lambda *args, **how: torch.device("cuda"))
     monkeypatch.setattr("qwen4exp_trt.runtime.backend.load_trt", lambda name: trt)
     monkeypatch.setattr(engine_checks, "_check_gpu", lambda *args: None)
     with pytest.raises(BundleError, match="it is damaged, or another engine was put in its place"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,12 +38,12 @@ SELECT, ATTENTION = "layers.1.self_attn.indexer.qsa_select", "layers.1.self_attn
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a draft head, and all plugin inputs marked."""
+    """With a draft head, and all plugin inputs marked. Nothing here asks the engine itself."""
     folder = tmp_path_factory.mktemp("marked")
     checkpoint = bundles.mtp_checkpoint(tmp_path_factory.getbasetemp())
     options: dict[str, Any] = {"activation_dtype": "bfloat16", "prefill_chunk": 32, "mark_plugin_inputs": ("*",)}
     with patch.multiple(planning, estimate_activations=lambda *step: 0, estimate_workspace=lambda *step: 0):
-        return bundles.build(checkpoint, folder / "bundle", **options)
+        return bundles.build_with_stand_in(checkpoint, folder / "bundle", **options)
 
 
 @pytest.fixture
@@ -275,12 +276,29 @@ def test_an_engine_without_the_outputs_of_its_manifest_is_refused(trt: Simulated
     assert f"{manifest.debug_outputs[0].name} is output bfloat16 [-1, 128], expected none" in said
 
 
-def test_layers_of_an_engine_that_shows_none_are_refused(
-    trt: SimulatedTensorRT, bundle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_layers_of_an_engine_that_shows_none_are_refused(trt: SimulatedTensorRT, bundle: Path) -> None:
     manifest = Manifest.load(bundle)
     assert manifest.draft is not None
     without = replace(manifest, debug_outputs=(), draft=replace(manifest.draft, debug_outputs=()))
     with patch.object(Manifest, "load", lambda folder: without):
-        assert main([str(bundle), "--device", "cpu", "--layers"]) == 2
-    assert "its engine shows no values for --layers; build it with --mark-plugin-inputs" in capsys.readouterr().err
+        said = refused(trt, bundle, "--layers")
+    assert "its engine shows no values for --layers; build it with --mark-plugin-inputs" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--device", "cpu"], "device 'cpu': an engine executes on a GPU, only the backend 'eager' on the CPU"),
+        (["--tolerance", "-1"], "argument --tolerance: -1 is no tolerance; give 0 or more"),
+        (["--tolerance", "nan"], "argument --tolerance: nan is no tolerance; give 0 or more"),
+        (["--seed", "-1"], "argument --seed: -1 is no seed; give 0 or more"),
+        (["--seed", str(2**64)], "is no seed; give 0 or more, below 2**63"),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(
+    bundle: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(main([str(bundle), *argv]))
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and said in err and err.count("\n") == 1
