@@ -93,6 +93,8 @@ class DecodeGraphs:
         if shape is None:
             return None
         if shape not in self._prepared:
+            # Among them may be a result of the last step, over which the step of padding writes.
+            inputs = {name: value.clone() for name, value in inputs.items()}
             self._prepared[shape] = self._prepare(shape)
         prepared = self._prepared[shape]
         next(prepared.stagings).copy(inputs, prepared.inputs)

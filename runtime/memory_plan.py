@@ -25,7 +25,11 @@ from qwen4exp_trt.runtime.state_pool import state_bytes
 logger = logging.getLogger(__name__)
 
 GPU_OVERHEAD_BYTES = 2 * 2**30
-"""CUDA context, engine, captured steps, inputs and outputs of a step, and what allocators lose."""
+"""CUDA context, captured steps, inputs and outputs of a step, and what allocators lose.
+
+Also what TensorRT keeps in each execution context beside activations: it depends on layers and shapes, and nothing
+tells its size beforehand.
+"""
 CPU_OVERHEAD_BYTES = 128 * 2**20
 """What loading takes beside the weights, and what allocators lose."""
 MOST_RESERVE_BYTES = 4 * 2**30

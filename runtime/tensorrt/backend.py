@@ -132,6 +132,7 @@ class TensorRTBackend(ProgramBackend):
                 context.enqueue(given)
             except BundleError:  # the next step of this shape will try again
                 self.session.drop(context)
+                context = None
                 raise
             return {
                 spec.name: self.outputs[spec.name][: extent_of(spec.shape[0], shape.dims)]

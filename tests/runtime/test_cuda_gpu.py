@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import bundles
 import pytest
 import torch
+from on_gpu import no_host_sync
 from op_checks import equal_bits
 from packed_steps import STEPS
 from serving import assert_idle, generated, ids, observed_steps
@@ -65,15 +65,6 @@ def graphs_of(llm: LLM) -> DecodeGraphs:
     graphs = backend_of(llm)._graphs
     assert graphs is not None
     return graphs
-
-
-@contextmanager
-def no_host_sync() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def heldout_tokens(llm: LLM, count: int) -> list[int]:

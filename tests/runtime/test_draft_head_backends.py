@@ -29,7 +29,7 @@ from qwen4exp_trt.runtime.bundle_programs import load_token_ids
 from qwen4exp_trt.runtime.load_options import LoadOptions
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.memory_plan import plan_memory
-from qwen4exp_trt.runtime.sampler import SampleRequest, TokenHistory
+from qwen4exp_trt.runtime.sampler import SampleRequest, TokenHistory, greedy_operands
 from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
@@ -208,11 +208,36 @@ def test_engines_give_what_the_programs_do(both: tuple[EagerBackend, TensorRTBac
 
 @pytest.mark.trt
 def test_results_of_an_engine_stay(both: tuple[EagerBackend, TensorRTBackend, SimulatedTensorRT]) -> None:
-    run = pairs_of(both[1], PROMPT[:24])
-    first = run(0, 8)
-    kept = [value.clone() for value in first]
-    run(8, 20)
-    assert all(map(torch.equal, kept, first))
+    """Also of a step that is too long to be captured, and the stack of one that is sampled."""
+    engines = both[1]
+    run = pairs_of(engines, PROMPT[:24])
+    inputs = step_inputs(Rows(0, 0, PROMPT[:8]), pages=PAGES, num_logits=1)
+    request = SampleRequest(SamplingParams(temperature=0.0), TokenHistory(PROMPT[:8]), seed=0)
+    found = [*run(0, 8), *run(8, 20), *run(0, 12), engines.sample_step(inputs, [request], None).stack]
+    kept = [value.clone() for value in found if value is not None]
+    pairs_of(engines, PROMPT[8:16])(0, 7)
+    assert len(kept) == 7 and all(map(torch.equal, kept, found))
+
+
+@pytest.mark.trt
+def test_a_draft_goes_on_from_the_stack_of_the_last_step(
+    both: tuple[EagerBackend, TensorRTBackend, SimulatedTensorRT],
+) -> None:
+    """It is still where the engine has written it, and the next step is the first of its shape."""
+    results = []
+    for backend in both[:2]:
+        head, vocab_limit = backend.draft, 300  # no other test's: steps that draw below it are new
+        model = backend.run_step(step_inputs(Rows(0, 0, PROMPT[:9]), pages=PAGES))
+        assert head is not None and model.stack is not None
+        stack = model.stack[:7]
+        for rows in (Rows(0, 0, PROMPT[1:8]), Rows(0, 7, [7])):
+            inputs = {**step_inputs(rows, pages=PAGES), "stack": stack}
+            step = head.draw_step(inputs, greedy_operands(len(rows.ids)), vocab_limit)
+            results.append((step.drawn.clone(), step.logits.float().clone()))
+            assert step.stack is not None
+            stack = step.stack[:1]
+    for expected, got in zip(results[:2], results[2:], strict=True):
+        assert all(map(torch.equal, expected, got))
 
 
 @pytest.mark.trt
@@ -290,4 +315,6 @@ def test_engines_draft_what_the_programs_do(engine_bundle: Path) -> None:
         accepted = [output.metrics.num_accepted_tokens for output in outputs]
         assert all(drafted)
         outcomes.append(([output.outputs[0].token_ids for output in outputs], drafted, accepted))
+        llm.core.backend.close()
+    assert engines.session.engine is None and engines.draft is not None and engines.draft.session.engine is None
     assert outcomes[0] == outcomes[1]

@@ -9,22 +9,15 @@ import bundles
 import pytest
 import torch
 from draft_head_steps import Rows, step_inputs
+from on_gpu import LIMITS, PAGES, PROMPT, assert_close, bound_of, load_both
 from torch import Tensor
 
-from qwen4exp_trt.runtime.backend import EagerBackend, load_eager_backend
-from qwen4exp_trt.runtime.load_options import LoadOptions
-from qwen4exp_trt.runtime.manifest import Manifest
+from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.sampler import SampleRequest, TokenHistory
 from qwen4exp_trt.runtime.sampling_params import SamplingParams
 from qwen4exp_trt.runtime.step_result import StepResult
 
 pytestmark = pytest.mark.gpu
-
-LIMITS = {"max_batch_size": 4, "max_seq_len": 512, "prefill_chunk": 160, "block_size": 16}
-PAGES = 32
-PROMPT = torch.randint(5, 400, (150,), generator=torch.Generator().manual_seed(0)).tolist()
-BOUND = {"float32": 1e-4, "bfloat16": 0.06}
-"""Relative RMS. BF16 rounds in another order, and a near tie of the router may fall to the other side."""
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -32,15 +25,10 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return bundles.build_for_gpu(tmp_path_factory.mktemp(request.param) / "bundle", request.param, **LIMITS)
 
 
-def load(bundle: Path, device: str) -> EagerBackend:
-    options = LoadOptions(num_blocks=PAGES * LIMITS["max_batch_size"], with_draft_head=True)
-    return load_eager_backend(bundle, Manifest.load(bundle), options, torch.device(device))
-
-
 @pytest.fixture(scope="module")
 def backends(bundle: Path) -> tuple[EagerBackend, EagerBackend]:
     """On the CPU and on the GPU."""
-    return load(bundle, "cpu"), load(bundle, "cuda")
+    return load_both(bundle, "cpu"), load_both(bundle, "cuda")
 
 
 def draft_of(backend: EagerBackend) -> EagerBackend:
@@ -51,17 +39,6 @@ def draft_of(backend: EagerBackend) -> EagerBackend:
 def stack_of(result: StepResult) -> Tensor:
     assert result.stack is not None
     return result.stack
-
-
-def bound_of(backend: EagerBackend) -> float:
-    return BOUND[backend.program.outputs[0].dtype]
-
-
-def assert_close(expected: StepResult, got: StepResult, bound: float) -> None:
-    for theirs, ours in ((expected.logits, got.logits), (stack_of(expected), stack_of(got))):
-        assert ours.device.type == "cuda" and ours.dtype == theirs.dtype and ours.isfinite().all()
-        error = (ours.cpu().float() - theirs.float()).norm() / theirs.float().norm()
-        assert error <= bound, float(error)
 
 
 def run(backend: EagerBackend, *rows: Rows) -> StepResult:

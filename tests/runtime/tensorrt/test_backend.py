@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,19 @@ def test_engine_of_another_program_is_refused(trt: SimulatedTensorRT, bundle: Pa
     """All differing tensors are named together."""
     loaded = LLM(bundle).core.backend
     assert isinstance(loaded, EagerBackend)
-    state, *others = loaded.program.states
-    loaded.program.states = tuple(others)
+    state, other, *others = loaded.program.states
+    (logits,) = loaded.program.outputs
+    loaded.program.states = (replace(other, dtype="int32"), *others)
+    loaded.program.outputs = (replace(logits, shape=("L", 7)),)
     with pytest.raises(BundleError) as error:
         engine_backend(trt, bundle, loaded)
-    assert f"{state.name} is input {state.dtype} [-1" in str(error.value)
-    assert f"{state.out_name} is output" in str(error.value)
+    message = str(error.value)
+    assert f"{state.name} is input {state.dtype} [-1" in message and f"{state.out_name} is output" in message
+    assert f"{other.name} is input {other.dtype} [-1" in message and "expected input int32 [-1" in message
+    assert f"{logits.name} is output {logits.dtype} [-1, 384], expected output {logits.dtype} [-1, 7]" in message
+    loaded.program.states, loaded.program.outputs = (state, other, *others), (logits, replace(logits, name="more"))
+    with pytest.raises(BundleError, match=r"not the program's: more is absent, expected output \w+ \[-1, 384\]; build"):
+        engine_backend(trt, bundle, loaded)
 
 
 def test_step_outside_the_profiles_is_refused(trt: SimulatedTensorRT, bundle: Path) -> None:

@@ -87,6 +87,16 @@ def test_a_tensor_that_is_not_as_it_should_be(
         bind(tensors)
 
 
+def test_memory_of_the_host_that_a_gpu_reads(
+    bind: Callable[[dict[str, Tensor]], Bindings], tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned memory may be bound where other memory of another device may not; but some it must be."""
+    tensors[WEIGHT] = tensors[WEIGHT].to("meta")
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: True)
+    with pytest.raises(BundleError, match=f"the engine cannot be given its tensors: {WEIGHT} has no memory$"):
+        bind(tensors)
+
+
 def test_all_are_named_together(bind: Callable[[dict[str, Tensor]], Bindings], tensors: dict[str, Tensor]) -> None:
     del tensors[WEIGHT], tensors[SLOT]
     tensors[KV] = tensors[KV].float()

@@ -64,8 +64,9 @@ def test_what_a_captured_step_needed_is_kept_at_once(
 ) -> None:
     """A process may be killed."""
     engine = engine_backend(trt, engine_bundle, loaded, jit_cache=tmp_path)
-    engine.run(decode(0))
     (path,) = tmp_path.iterdir()
+    assert kernels(path) == 0, "nor is what contexts needed lost"
+    engine.run(decode(0))
     assert kernels(path) == 1
 
 

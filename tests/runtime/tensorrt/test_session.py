@@ -25,7 +25,18 @@ from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 
 pytestmark = [pytest.mark.trt, pytest.mark.eager("about engines")]
 
-RTX_ONLY = ("IRuntimeCache", "CudaGraphStrategy", "DynamicShapesKernelSpecializationStrategy", "EngineValidity")
+RTX_ONLY = (
+    "IRuntimeCache",
+    "IRuntimeConfig.create_runtime_cache",
+    "IRuntimeConfig.set_runtime_cache",
+    "CudaGraphStrategy",
+    "IRuntimeConfig.cuda_graph_strategy",
+    "IExecutionContext.is_stream_capturable",
+    "DynamicShapesKernelSpecializationStrategy",
+    "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy",
+    "EngineValidity",
+    "Runtime.get_engine_validity",
+)
 
 
 def backend_of(trt: Any, bundle: Path, loaded: EagerBackend, **how: Any) -> TensorRTBackend:
@@ -111,23 +122,47 @@ def test_graphs_of_tensorrt_for_rtx(trt: SimulatedTensorRT, engine_bundle: Path,
     assert config.cuda_graph_strategy == trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
 
 
-def test_what_cannot_be_captured_is_refused(trt: SimulatedTensorRT, engine_bundle: Path, loaded: EagerBackend) -> None:
+def test_what_cannot_be_captured_is_refused(
+    trt: SimulatedTensorRT, engine_bundle: Path, loaded: EagerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trt.is_capturable = False
     engine = backend_of(trt, engine_bundle, loaded)
     engine.run(prompt(20))
-    with pytest.raises(BundleError, match=r"a step of the shapes .* cannot be captured in a CUDA graph; load"):
+    create, made = engine.session._create_context, list[Any]()
+
+    def create_and_note(is_captured: bool) -> Any:
+        handle = create(is_captured)
+        made.append(weakref.ref(handle))
+        return handle
+
+    monkeypatch.setattr(engine.session, "_create_context", create_and_note)
+    with pytest.raises(BundleError, match=r"a step of the shapes .* cannot be captured in a CUDA graph; load") as error:
         engine.run(decode(20))
-    assert len(engine.session.contexts) == 2, "what could not run is dropped"
+    assert len(engine.session.contexts) == 2
+    assert [ref() for ref in made] == [None], f"what could not run is dropped, also while somebody has the {error}"
     trt.is_capturable = True
     assert torch.equal(loaded.run(prompt(20)), engine.run(prompt(20)))
     assert torch.equal(loaded.run(decode(20)), engine.run(decode(20)))
     assert backend_of(trt, engine_bundle, loaded, cuda_graphs=CudaGraphs.NONE).run(decode(0)).isfinite().all()
 
 
+@pytest.mark.parametrize("graphs", list(CudaGraphs))
+def test_a_step_that_fails_can_be_run_again(
+    trt: SimulatedTensorRT, engine_bundle: Path, loaded: EagerBackend, graphs: CudaGraphs
+) -> None:
+    """The first of its shape, and where each step is enqueued anew, a later one too."""
+    engine = backend_of(trt, engine_bundle, loaded, cuda_graphs=graphs)
+    for position in range(1 if graphs == CudaGraphs.OWN else 2):
+        trt.refusals["IExecutionContext.execute_async_v3"] = "too little memory"
+        with pytest.raises(BundleError, match="TensorRT could not execute a step: too little memory"):
+            engine.run(decode(position))
+        assert torch.equal(loaded.run(decode(position)), engine.run(decode(position)))
+
+
 def test_tensorrt_itself_has_none_of_it(engine_bundle: Path, loaded: EagerBackend, trt: SimulatedTensorRT) -> None:
     """The same code runs on the other module, which can do less."""
     lesser = SimulatedTensorRT(trt.real, engine_bundle, lacks=RTX_ONLY)
-    assert not any(hasattr(lesser, name) for name in RTX_ONLY)
+    assert not any(hasattr(lesser, name) for name in RTX_ONLY if "." not in name)
     engine = backend_of(lesser, engine_bundle, loaded)
     for inputs in (prompt(20), decode(20)):
         assert torch.equal(loaded.run(inputs), engine.run(inputs))
@@ -169,18 +204,30 @@ def test_what_tensorrt_refuses_has_its_own_words(
         backend_of(trt, engine_bundle, loaded)
 
 
-def test_a_closed_engine_is_gone(trt: SimulatedTensorRT, engine_bundle: Path, loaded: EagerBackend) -> None:
-    """Contexts before the engine before the runtime (the simulator raises at any other order)."""
-    engine = backend_of(trt, engine_bundle, loaded)
+def test_a_closed_engine_is_gone(
+    trt: SimulatedTensorRT, engine_bundle: Path, loaded: EagerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind its last step: contexts before the engine before the runtime."""
+    stream = CpuStream()
+    engine = backend_of(trt, engine_bundle, loaded, stream=stream)
     for inputs in (prompt(20), decode(20)):
         engine.run(inputs)
-    session = engine.session
-    gone = [weakref.ref(each) for each in (session.engine, session._runtime, *(c.handle for c in session.contexts))]
-    del session
+    engine.draw_step(decode(21), greedy_operands(1), None)
+    session, gone = engine.session, list[str]()
+    parts = [
+        *((context.handle, "context") for context in session.contexts),
+        *((each, "config") for each in trt.configs),
+    ]
+    for part, name in (*parts, (session.engine, "engine"), (session._runtime, "runtime")):
+        weakref.finalize(part, gone.append, name)
+    monkeypatch.setattr(stream, "synchronize", lambda: gone.append("last step"))
+    trt.configs.clear()
+    del parts, part, session
     engine.close()
     engine.close()
     gc.collect()
-    assert len(gone) == 5 and [each() for each in gone] == [None] * 5
+    assert not stream._graphs
+    assert gone == ["last step"] + ["context"] * 4 + ["config"] * 2 + ["engine", "runtime"]
     for use in (engine.run, engine.run_step, lambda inputs: engine.draw_step(inputs, {}, None)):
         with pytest.raises(BundleError, match="this backend was closed, so it runs nothing more; load the"):
             use(decode(0))

@@ -6,34 +6,26 @@ and at the addresses that the backend gives, inside its CUDA graphs. So all of t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import bundles
 import pytest
 import torch
 from draft_head_steps import Rows, step_inputs
+from on_gpu import LIMITS, PAGES, PROMPT, assert_close, bound_of, load_both, no_host_sync
 from serving import generated, ids
 from stub_tensorrt import StubTensorRT
 from trt_simulator import SimulatedTensorRT
 
 from qwen4exp_trt.builder import build as build_module
 from qwen4exp_trt.runtime import LLM, SamplingParams
-from qwen4exp_trt.runtime.backend import EagerBackend, engines_of, load_eager_backend
-from qwen4exp_trt.runtime.load_options import CudaGraphs, LoadOptions
+from qwen4exp_trt.runtime.backend import EagerBackend, engines_of
+from qwen4exp_trt.runtime.load_options import CudaGraphs
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.sampler import SampleRequest, TokenHistory, greedy_operands
-from qwen4exp_trt.runtime.step_result import StepResult
 from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
 
 pytestmark = pytest.mark.gpu
-
-LIMITS = {"max_batch_size": 4, "max_seq_len": 512, "prefill_chunk": 160, "block_size": 16}
-PAGES = 32
-PROMPT = torch.randint(5, 400, (150,), generator=torch.Generator().manual_seed(0)).tolist()
-BOUND = {"float32": 1e-4, "bfloat16": 0.06}
-"""Relative RMS. The ONNX has torch's linears where the eager backend has its own."""
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -47,33 +39,20 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return bundles.build_with_stand_in(bundles.DEMO_CHECKPOINT, output, **options)
 
 
-def load(bundle: Path) -> EagerBackend:
-    options = LoadOptions(num_blocks=PAGES * LIMITS["max_batch_size"], with_draft_head=True)
-    return load_eager_backend(bundle, Manifest.load(bundle), options, torch.device("cuda", 0))
-
-
 @pytest.fixture(scope="module")
 def eager(bundle: Path) -> EagerBackend:
-    return load(bundle)
+    return load_both(bundle, "cuda:0")
 
 
 def make_engines(bundle: Path, plugins: str = "body", graphs: CudaGraphs = CudaGraphs.OWN) -> TensorRTBackend:
     """Over weights and states of their own."""
     trt = SimulatedTensorRT(StubTensorRT(), bundle, plugins=plugins, device=torch.device("cuda", 0))
-    return engines_of(trt, bundle, Manifest.load(bundle), load(bundle), graphs)
+    return engines_of(trt, bundle, Manifest.load(bundle), load_both(bundle, "cuda:0"), graphs)
 
 
 @pytest.fixture(scope="module")
 def engines(bundle: Path) -> TensorRTBackend:
     return make_engines(bundle)
-
-
-def assert_close(expected: StepResult, got: StepResult, bound: float) -> None:
-    assert expected.stack is not None and got.stack is not None
-    for theirs, ours in ((expected.logits, got.logits), (expected.stack, got.stack)):
-        assert ours.is_cuda and ours.dtype == theirs.dtype and ours.shape == theirs.shape
-        error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
-        assert error <= bound, float(error)
 
 
 def steps() -> list[dict[str, torch.Tensor]]:
@@ -85,10 +64,6 @@ def steps() -> list[dict[str, torch.Tensor]]:
         step_inputs(Rows(0, 153, [3, 4, 5]), Rows(1, 9, [7]), Rows(2, 0, [8, 9]), pages=PAGES),
         step_inputs(Rows(0, 154, [6]), Rows(1, 10, [7]), Rows(2, 1, [8]), pages=PAGES),
     ]
-
-
-def bound_of(backend: EagerBackend) -> float:
-    return BOUND[backend.program.outputs[0].dtype]
 
 
 @pytest.mark.parametrize("plugins", ["body", "enqueue"])
@@ -121,15 +96,6 @@ def test_graphs_are_replayed_with_new_inputs(bundle: Path) -> None:
         assert torch.equal(*drawn)
     for name, state in captured.states.items():
         assert torch.equal(state.view(torch.uint8), enqueued.states[name].view(torch.uint8)), name
-
-
-@contextmanager
-def no_host_sync() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_captured_step_waits_for_nothing(engines: TensorRTBackend) -> None:
