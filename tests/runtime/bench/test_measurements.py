@@ -152,6 +152,7 @@ def test_requests_with_and_without_drafts(bundle: LoadedBundle) -> None:
     assert plain.output_tokens_per_second.median == pytest.approx(2 * 8 / plain.seconds.median)
     from_request_to_end = plain.first_token_ms.median + 7 * plain.between_tokens_ms.median
     assert 0.5 < from_request_to_end / (1e3 * plain.seconds.median) < 1
+    assert 0.1 < plain.first_token_ms.median / plain.between_tokens_ms.median < 100, "both are of one step"
     assert plain.device_step_ms is None and plain.host_ms is None, "there is no GPU"
     assert bundle.llm.core.drafting is not None, "as it was"
 
