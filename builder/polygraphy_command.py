@@ -17,10 +17,10 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import onnx
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.builder.inspection.program_ops import read_onnx
 from qwen4exp_trt.builder.interpret import NodeFunction, node_functions
 from qwen4exp_trt.builder.onnx_graph import ONNX_DTYPES
 from qwen4exp_trt.errors import BuildError, BundleError
@@ -111,7 +111,7 @@ def extract_flags(model: Path, module: str) -> list[str]:
     """
     if not model.is_file():
         raise BundleError(f"{model}: no such file; give the {ONNX_FILE} of a bundle")
-    graph = onnx.load(model, load_external_data=False).graph
+    graph = read_onnx(model).graph
     inside = [node for node in graph.node if f"{node.name}.".startswith(f"{module}.")]
     if not inside:
         modules = dict.fromkeys(node.name.rpartition(".")[0] for node in graph.node if "." in node.name)
@@ -133,7 +133,9 @@ def run_polygraphy(backend: str, arguments: Sequence[str]) -> int:
 
     sys.argv = [PROG, *arguments]
     code = polygraphy()
-    reads_engine = "--trt" in arguments or any(argument.endswith(".engine") for argument in arguments)
+    reads_engine = arguments[0] != "convert" and any(
+        argument == "--trt" or argument.endswith(".engine") for argument in arguments
+    )
     if code and reads_engine and not torch.cuda.is_available():
         print(
             f"{PROG}: PyTorch sees no GPU here; an engine can be read only on the GPU that it is for", file=sys.stderr
@@ -149,12 +151,15 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         "print arguments for it instead.",
         epilog=f"{USE_RTX}=1 in the environment selects TensorRT for RTX; without it, TensorRT is the module tensorrt.",
     )
-    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add = parser.add_mutually_exclusive_group().add_argument
     text = "for `convert MODEL`: target, profiles and builder flags of the bundle that MODEL is in"
     add("--convert-flags", type=Path, metavar="MODEL", help=text)
     text = "for `surgeon extract MODEL`: what a module, such as layers.3.self_attn, reads and gives"
     add("--extract-flags", nargs=2, metavar=("MODEL", "MODULE"), help=text)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.convert_flags is None and args.extract_flags is None:
+        parser.error("give a tool of Polygraphy, such as inspect, or one of --convert-flags and --extract-flags")
+    return args
 
 
 def print_flags(args: argparse.Namespace, backend: str) -> None:
@@ -173,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0].startswith("-"):
         args = parse_args(arguments)
         return run_command(PROG, lambda: print_flags(args, backend))
-    codes: list[int] = []
-    return run_command(PROG, lambda: codes.append(run_polygraphy(backend, arguments))) or sum(codes)
+    return run_command(PROG, lambda: run_polygraphy(backend, arguments))
 
 
 if __name__ == "__main__":

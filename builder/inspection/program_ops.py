@@ -19,9 +19,12 @@ from qwen4exp_trt.runtime.weights import name_from_dtype
 def read_onnx(path: Path) -> onnx.ModelProto:
     """`BundleError` for a file that is no ONNX model."""
     try:
-        return onnx.load(path)
+        model = onnx.load(path)
     except Exception as error:  # protobuf's DecodeError is not public
         raise BundleError(f"{path}: not an ONNX model: {error}; build the bundle again") from error
+    if not model.graph.node:
+        raise BundleError(f"{path}: an ONNX model without a node, as an empty file is; build the bundle again")
+    return model
 
 
 class ProgramOps:

@@ -83,7 +83,9 @@ def outputs(bundle: Path) -> Mapping[str, str]:
         "extract": ["surgeon", "extract", model, "-o", "part.onnx", *extract_flags(Path(model), MODULE)],
         "run": ["run", "part.onnx", "--pluginref", "--data-loader-script", "inputs.py"],
         "engine": ["inspect", "model", str(bundle / "decoder.engine")],
+        "damaged": ["convert", "damaged.onnx", "-o", "damaged.engine"],
     }
+    (folder / "damaged.onnx").write_bytes(b"no model")
     done = subprocess.run(
         [sys.executable, "-c", RUN],
         input=json.dumps(list(commands.values())),
@@ -182,6 +184,30 @@ def test_an_engine_says_that_it_needs_its_gpu(outputs: Mapping[str, str]) -> Non
         assert outputs["engine"].endswith("\n1\n")
 
 
+def test_what_needs_no_gpu_does_not_ask_for_one(outputs: Mapping[str, str]) -> None:
+    assert outputs["damaged"].endswith("\n1\n")
+    assert "GPU" not in outputs["damaged"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(b"no model", "not an ONNX model: "), (b"", "an ONNX model without a node")]
+)
+def test_file_that_is_no_model(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "decoder.onnx").write_bytes(content)
+    assert main(["--extract-flags", str(tmp_path / "decoder.onnx"), MODULE]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'decoder.onnx'}: {message}" in error
+    assert error.count("\n") == 1
+
+
+def test_without_a_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "give a tool of Polygraphy, such as inspect, or one of --convert-flags" in capsys.readouterr().err
+
+
 def test_module_with_no_node(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--extract-flags", str(bundle / "decoder.onnx"), "layers.1.self"]) == 2
     assert "no node is of the module layers.1.self; modules that have some: embed_tokens, " in capsys.readouterr().err
@@ -200,6 +226,22 @@ def test_flags_are_printed_in_one_line(bundle: Path, capsys: pytest.CaptureFixtu
 def test_convert_flags_need_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--convert-flags", str(tmp_path / "decoder.onnx")]) == 2
     assert "not a bundle, it has no manifest.json" in capsys.readouterr().err
+
+
+def test_convert_flags_are_of_the_bundles_model_alone(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--convert-flags", str(bundle / "other.onnx")]) == 2
+    assert f"{bundle / 'other.onnx'}: not the decoder.onnx of a bundle with an engine" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_convert_flags_of_a_draft_head(quick_builds: None, tmp_path_factory: pytest.TempPathFactory) -> None:
+    checkpoint = bundles.mtp_checkpoint(tmp_path_factory.getbasetemp())
+    folder = bundles.build_with_stand_in(checkpoint, tmp_path_factory.mktemp("drafts") / "bundle")
+    with_stack = [
+        any(flag.startswith("stack:") for flag in convert_flags(path / "decoder.onnx", "tensorrt-rtx"))
+        for path in (folder, folder / "mtp")
+    ]
+    assert with_stack == [False, True]
 
 
 def test_without_tensorrt_one_line_tells_of_the_option() -> None:
