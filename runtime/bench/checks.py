@@ -49,7 +49,7 @@ class Checked:
 
 
 def check_bundle(bundle: LoadedBundle, with_agreement: bool) -> Checked:
-    """`BundleError` for logits that are not finite, or if there is nothing to compare with."""
+    """`BundleError` for logits that are not finite."""
     length = max(1, min(_PROMPT, bundle.limits.max_seq_len - _OUTPUT - 1))
     ids = bundle.random_ids(length)
     logits = bundle.core().score(ids)
@@ -108,12 +108,8 @@ class _Guided:
     own and their logits are kept."""
 
     def __init__(self, backend: ProgramBackend, guide: Sequence[int] | None = None) -> None:
-        self.device, self.states, self.run, self.prefetch = (
-            backend.device,
-            backend.states,
-            backend.run,
-            backend.prefetch,
-        )
+        self.device, self.states = backend.device, backend.states
+        self.run, self.prefetch = backend.run, backend.prefetch
         self._backend, self._guide = backend, guide
         self.tokens: list[int] = []
         self.logits: list[Tensor] = []

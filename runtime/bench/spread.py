@@ -24,11 +24,6 @@ class Spread:
         tenths = (quantile(ordered, 0.5), quantile(ordered, 0.1), quantile(ordered, 0.9))
         return cls(*tenths, ordered[0], ordered[-1], len(ordered))
 
-    @property
-    def relative(self) -> float:
-        """How far apart the tails are, as a share of the median."""
-        return (self.p90 - self.p10) / self.median if self.median else 0.0
-
 
 def quantile(ordered: Sequence[float], share: float) -> float:
     """Of ascending values: linear between the two that are nearest to ``share`` (0 to 1) of the way."""

@@ -20,7 +20,7 @@ def _no_large_buffers() -> Iterator[None]:
     """The rates of this machine are measured in a test of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "measure_bandwidth", lambda device, free: Bandwidth(2e9, 1e9))
-        patch.setattr(session, "measure_matmul_rate", lambda device: 1e9)
+        patch.setattr(session, "measure_matmul_rate", lambda device: 3e9)
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM
+from qwen4exp_trt.runtime.backend import EagerBackend
+from qwen4exp_trt.runtime.bench import checks
 from qwen4exp_trt.runtime.bench.checks import check_bundle
 from qwen4exp_trt.runtime.bench.loaded import LoadedBundle
 from qwen4exp_trt.runtime.sampler import draw
@@ -85,4 +87,16 @@ def test_logits_that_are_not_finite_in_a_decode_step_are_refused(
 ) -> None:
     watch_steps(bundle, monkeypatch, lambda number, logits, ids: logits * (torch.nan if number == 14 else 1))
     with pytest.raises(BundleError, match="its logits have NaN"):
+        check_bundle(bundle, with_agreement=True)
+
+
+def test_a_prompt_of_which_the_program_alone_has_no_finite_logits_is_refused(
+    bundle: LoadedBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Damaged(EagerBackend):
+        def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
+            return torch.nan * super().run(inputs)
+
+    monkeypatch.setattr(checks, "EagerBackend", Damaged)
+    with pytest.raises(BundleError, match="the logits behind token 0 of a prompt of random ids are not finite"):
         check_bundle(bundle, with_agreement=True)

@@ -122,6 +122,13 @@ def test_reasons_that_nvidia_smi_does_not_know() -> None:
     assert (reading.throttled_by, reading.absent) == (frozenset(), {"throttled_by": "nvidia-smi says [N/A]"})
 
 
+def test_units_of_nvidia_smi() -> None:
+    assert parse_smi(["clocks.mem", "memory.used"], "8533, 1024\n").values == {
+        "memory_clock_mhz": 8533,
+        "memory_used_bytes": 2**30,
+    }
+
+
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_reader, "_identity", lambda device: "GPU-1")

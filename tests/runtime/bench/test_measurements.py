@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from serving import assert_idle
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM
-from qwen4exp_trt.runtime.bench import loaded
+from qwen4exp_trt.runtime.bench import loaded, rates
 from qwen4exp_trt.runtime.bench.cases import (
     EFFORTS,
     DecodeCase,
@@ -47,20 +48,56 @@ def ticking() -> Iterator[float]:
     return iter(map(float, count()))
 
 
+class StepClock:
+    """Stands still but for the steps of a bundle, each of which takes the next of ``seconds``."""
+
+    def __init__(self, bundle: LoadedBundle, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+        self.now, left, sample_step = 0.0, iter(seconds), bundle.backend.sample_step
+
+        def sample(*args: Any) -> Any:
+            self.now += next(left)
+            return sample_step(*args)
+
+        monkeypatch.setattr(bundle.backend, "sample_step", sample)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_counts_comes_behind_the_first_step_and_those_to_warm_up(
+    bundle: LoadedBundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = StepClock(bundle, monkeypatch, 9, 7, 7, 1, 2, 3, 4, 20)
+    times = measure_decode(bundle, DecodeCase(2, 20), EFFORT, clock)
+    assert times.first_step_ms == 9000
+    step = times.step_ms
+    assert (step.median, step.least, step.most, step.count) == (3000, 1000, 20_000, 5)
+
+
+def test_of_a_prompt_the_first_run_does_not_count(bundle: LoadedBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is of two chunks at most; the others are of three here."""
+    clock = StepClock(bundle, monkeypatch, 50, 50, 1, 2, 4, 2, 3, 6)
+    times = measure_prefill(bundle, PrefillCase(20), EFFORT, clock)
+    assert (times.first_run_ms, times.enqueue_ms, times.chunks) == (100_000, 2000, (8, 8, 4))
+    assert (times.first_token_ms.least, times.first_token_ms.most, times.first_token_ms.count) == (7000, 11_000, 2)
+
+
+def test_states_of_a_long_context_are_random(bundle: LoadedBundle) -> None:
+    states = bundle.core(20).states.pool
+    for spec in states.specs:
+        if spec.is_paged:
+            assert states[spec.name].float().std() > 0.5, spec.name
+
+
 def test_a_slow_case_ends_with_few_steps(bundle: LoadedBundle) -> None:
-    case = DecodeCase(2, 20)
-    assert measure_decode(bundle, case, EFFORT, ticking().__next__).step_ms.count == 5
-    slow = measure_decode(bundle, case, replace(EFFORT, seconds=1), ticking().__next__)
+    slow = measure_decode(bundle, DecodeCase(2, 20), replace(EFFORT, seconds=1), ticking().__next__)
     assert slow.step_ms.count == EFFORT.least == 3
-    assert slow.step_ms.median == slow.first_step_ms == 1000, "a tick a step"
 
 
 def test_a_prompt_that_takes_long_is_computed_once(bundle: LoadedBundle) -> None:
     clock = ticking().__next__
     assert measure_prefill(bundle, PrefillCase(20), replace(EFFORT, seconds=3), clock).first_token_ms.count == 1
-    runs = measure_prefill(bundle, PrefillCase(20), replace(EFFORT, runs=4), clock)
-    assert runs.first_token_ms.count == 4 and runs.chunks == (8, 8, 4)
-    assert runs.first_token_ms.median > runs.first_run_ms > 0, "of two chunks"
+    assert measure_prefill(bundle, PrefillCase(20), replace(EFFORT, runs=4), clock).first_token_ms.count == 4
 
 
 @pytest.mark.parametrize("kind", list(StepKind))
@@ -108,16 +145,39 @@ def test_logits_that_are_not_finite_fail_the_case(bundle: LoadedBundle, monkeypa
 
 
 def test_requests_with_and_without_drafts(bundle: LoadedBundle) -> None:
-    plain = measure_generate(bundle, GenerateCase(2, 6, 8), EFFORT)
+    plain = measure_generate(bundle, GenerateCase(2, 6, 8), replace(EFFORT, runs=1))
     drafted = measure_generate(bundle, GenerateCase(2, 6, 8, with_drafts=True), EFFORT)
     assert plain.accepted_drafts is None and drafted.accepted_drafts is not None
-    assert plain.seconds.count == EFFORT.runs and plain.first_token_ms.count == 2 * EFFORT.runs
-    assert plain.output_tokens_per_second.median == pytest.approx(2 * 8 / plain.seconds.median, rel=0.5)
+    assert drafted.seconds.count == EFFORT.runs and drafted.first_token_ms.count == 2 * EFFORT.runs
+    assert plain.output_tokens_per_second.median == pytest.approx(2 * 8 / plain.seconds.median)
+    from_request_to_end = plain.first_token_ms.median + 7 * plain.between_tokens_ms.median
+    assert 0.5 < from_request_to_end / (1e3 * plain.seconds.median) < 1
+    assert 0.1 < plain.first_token_ms.median / plain.between_tokens_ms.median < 100, "both are of one step"
     assert plain.device_step_ms is None and plain.host_ms is None, "there is no GPU"
     assert bundle.llm.core.drafting is not None, "as it was"
+
+
+def test_the_first_call_does_not_count(bundle: LoadedBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock(bundle, monkeypatch, *[50] * 4, *[1] * 4, *[2] * 4)
+    times = measure_generate(bundle, GenerateCase(2, 6, 4), EFFORT, clock)
+    assert (times.seconds.least, times.seconds.most, times.seconds.count) == (4, 8, 2)
 
 
 def test_rates_of_this_machine() -> None:
     bandwidth = measure_bandwidth("cpu", free_bytes=64 << 20)
     assert bandwidth.copy > 0 and bandwidth.read > 0
     assert measure_matmul_rate("cpu") > 0
+
+
+def test_what_rates_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes that a copy reads and writes, those that a read reads, products and sums; an eighth of what is free."""
+    monkeypatch.setattr(rates, "median_seconds", lambda work, device: 2.0)
+    assert measure_bandwidth("cpu", free_bytes=64 << 20) == rates.Bandwidth(copy=8 << 20, read=4 << 20)
+    assert measure_matmul_rate("cpu") == 1024**3
+
+
+def test_a_rate_is_of_the_median_run_behind_a_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, runs = iter([7.0, 1.0, 2.0, 3.0, 4.0, 99.0, 98.0]), list[str]()
+    monkeypatch.setattr(rates, "_cpu_seconds", lambda work: next(seconds))
+    assert rates.median_seconds(lambda: runs.append("first"), "cpu") == 4
+    assert runs == ["first"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import platform
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -122,7 +123,12 @@ def test_everything_is_measured(measured: dict[str, Any]) -> None:
         assert row["step_ms"]["count"] == 2 and row["first_step_ms"] > 0
         assert case["batch"] <= row["tokens_per_step"] <= case["batch"] * (case["drafts"] + 1)
         assert row["tokens_per_second"] == pytest.approx(1e3 * case["batch"] / row["step_ms"]["median"])
+        all_accepted = 1e3 * case["batch"] * (case["drafts"] + 1) / row["step_ms"]["median"]
+        assert row["tokens_per_second_if_all_accepted"] == pytest.approx(all_accepted)
         assert row["device"] is None and row["host_ms"] is None, "there is no GPU"
+    for row in measured["prefill"]:
+        prompt, first = row["case"]["prompt"], row["first_token_ms"]["median"]
+        assert row["tokens_per_second"] == pytest.approx(1e3 * prompt / first)
     for row in measured["decode"] + measured["prefill"]:
         floor, time = row["floor"], row.get("step_ms") or row["first_token_ms"]
         assert floor["published_ms"] is None and row["share_of_roofline"]["published"] is None
@@ -130,10 +136,21 @@ def test_everything_is_measured(measured: dict[str, Any]) -> None:
     assert all((row["accepted_drafts"] is not None) == row["case"]["with_drafts"] for row in measured["generate"])
 
 
+def test_it_tells_of_the_rates(measured: dict[str, Any]) -> None:
+    """Those of ``_no_large_buffers``."""
+    rates = {"copy_bytes_per_second": 2e9, "read_bytes_per_second": 1e9, "matmul_flops": 3e9, "published": None}
+    assert measured["rates"] == rates
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    assert plain({1: math.inf, "b": (math.nan, 0.5), "c": {2}}) == {"1": None, "b": [None, 0.5], "c": [2]}
+
+
 def test_it_tells_of_the_engines(measured: dict[str, Any]) -> None:
     """Of the model and the draft head."""
     load = measured["load"]
     assert (load["backend"], load["cuda_graphs"], load["speculate"]) == ("tensorrt-rtx", "own", "mtp:3")
+    assert not [use for use in load["memory"]["uses"] if "prefix cache" in use], "it is off unless asked for"
     assert load["prepared_steps"]["shapes"] >= 3 and load["prepared_steps"]["seconds"] > 0
     assert len(load["engines"]) == 2
     for engine in load["engines"]:

@@ -72,6 +72,8 @@ def test_drafts_cost_rows_of_the_model_and_runs_of_the_head(model: Program, head
     run = step_cost(head, StepSize(2, 2, 30))
     assert verify.flops == step_cost(model, StepSize(2, 8, 30, num_logits=8)).flops > plain.flops
     assert draft.weight_bytes == verify.weight_bytes + 3 * run.weight_bytes
+    assert draft.state_bytes == verify.state_bytes + 3 * run.state_bytes
+    assert run.state_bytes > step_cost(head, StepSize(2, 2, 0)).state_bytes, "the head reads its cache"
     assert draft.measured_ms > verify.measured_ms > plain.measured_ms
 
 

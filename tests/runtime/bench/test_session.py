@@ -127,8 +127,11 @@ def test_logits_that_are_not_finite_end_the_run_before_anything_is_timed(
 
 def test_what_does_not_fit_the_pages_is_named(mtp_bundle: Path, tmp_path: Path) -> None:
     flags = ("--batch", "1,4", "--context", "20", "--drafts", "0", "--decode-only", "--num-blocks", "15")
+    checkpoint = read(mtp_bundle / "manifest.json")["checkpoint"]["path"]
+    flags += ("--checkpoint", checkpoint)
     assert main([str(mtp_bundle), *QUICK, *flags, "--json", str(tmp_path / "f")]) == 0
     found = read(tmp_path / "f")
+    assert found["options"]["llm"] == {"num_blocks": 15, "checkpoint": "given"}
     assert [row["case"]["batch"] for row in found["decode"]] == [1]
     (left_out,) = found["left_out"]
     assert left_out["what"] == "decode of 4 x 20 tokens"
