@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,17 +26,18 @@ def read_json_object(path: Path, error_class: type[Q4eError]) -> dict[str, Any]:
 
 def check_file_target(path: Path, option: str) -> None:
     """`RequestError` before the work if the file of ``option``, such as ``--json``, cannot be written after it."""
+    target = _target_of(path)
     try:
-        if path.exists() and not path.is_file():
+        if target.exists() and not target.is_file():
             raise RequestError(f"{path}: {option} writes a file, and this is something else; choose another name")
-        tempfile.TemporaryFile(dir=path.parent).close()
+        tempfile.TemporaryFile(dir=target.parent).close()
     except OSError as error:
         raise RequestError(f"{path}: {option} cannot write a file there: {error.strerror}; choose another") from error
 
 
 def write_text(path: Path, text: str) -> None:
     """Write the file under a temporary name first, so that it is whole or as it was."""
-    target = path.resolve()
+    target = _target_of(path)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             staged = Path(folder) / "result"
@@ -43,6 +45,11 @@ def write_text(path: Path, text: str) -> None:
             staged.replace(target)
     except OSError as error:
         raise RequestError(f"{path}: cannot write the result: {error.strerror}") from error
+
+
+def _target_of(path: Path) -> Path:
+    """Where links lead; unlike `Path.resolve`, this takes those that lead to themselves."""
+    return Path(os.path.realpath(path))
 
 
 def write_json(path: Path, data: Any) -> None:

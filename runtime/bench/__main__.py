@@ -41,12 +41,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         ("prompt", "tokens of prompts (default: 512, 2048, 8192)"),
         ("drafts", "drafts of a sequence in steps that verify some; 0 for none (default: 1, 3, 7)"),
     ):
-        add(f"--{name}", type=_numbers(name != "drafts"), metavar="N[,N]", help=text)
-    add("--iterations", type=_at_least_one, metavar="N", help="timed steps of a case, at most (default: 60)")
+        add(f"--{name}", type=_numbers(least=0 if name == "drafts" else 1), metavar="N[,N]", help=text)
+    add("--iterations", type=_number(least=1), metavar="N", help="timed steps of a case, at most (default: 60)")
     add("--seconds", type=_positive, metavar="S", help="after which a case ends when it has three (default: 6)")
-    add("--check", action="store_true", help="compare with the program op by op, greedy tokens and logits")
+    add("--check", action="store_true", help="compare with the program op by op: logits, and greedy tokens")
     text = "measure with random weights, as those of the checkpoint are not there (default seed: 0)"
-    add("--random-weights", type=int, nargs="?", const=0, metavar="SEED", help=text)
+    add("--random-weights", type=_number(least=0), nargs="?", const=0, metavar="SEED", help=text)
     add("--host-name", action="store_true", help="write this machine's name into the file (default: no)")
     add_runtime_options(parser)
     parser.epilog = (
@@ -106,9 +106,8 @@ def run(session: Session) -> None:
             print("\n".join(tables(document)), flush=True)
 
 
-def _numbers(is_positive: bool) -> Callable[[str], tuple[int, ...]]:
+def _numbers(least: int) -> Callable[[str], tuple[int, ...]]:
     def parse(text: str) -> tuple[int, ...]:
-        least = 1 if is_positive else 0
         try:
             values = tuple(int(part) for part in text.split(","))
         except ValueError:
@@ -120,11 +119,13 @@ def _numbers(is_positive: bool) -> Callable[[str], tuple[int, ...]]:
     return parse
 
 
-def _at_least_one(text: str) -> int:
-    (value,) = _numbers(is_positive=True)(text) if "," not in text else (0,)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: one integer from 1 on was expected")
-    return value
+def _number(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) < 2**63:
+            raise argparse.ArgumentTypeError(f"{text!r}: one integer from {least} on was expected")
+        return int(text)
+
+    return parse
 
 
 def _positive(text: str) -> float:

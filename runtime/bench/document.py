@@ -15,7 +15,7 @@ from qwen4exp_trt.runtime.bench.environment import CHECKOUT
 from qwen4exp_trt.runtime.json_files import write_json
 from qwen4exp_trt.runtime.manifest import ENGINE_FILE, MANIFEST_FILE, ONNX_FILE, CheckpointRef, Manifest
 
-SCHEMA, SCHEMA_VERSION = "qwen4exp-bench", 1
+SCHEMA, SCHEMA_VERSION = "qwen4exp-bench", 2
 """The version rises whenever a field changes its meaning or goes away."""
 
 RUNNING, COMPLETE, INTERRUPTED = "running", "complete", "interrupted"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qwen4exp_trt.errors import BundleError
+from qwen4exp_trt.runtime.backend import Backend
 from qwen4exp_trt.runtime.bench.cases import Room
 from qwen4exp_trt.runtime.bench.filled_states import FilledCache, fill_pages, fill_slots
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
@@ -48,11 +49,12 @@ class LoadedBundle:
     def random_ids(self, count: int) -> list[int]:
         return torch.randint(self.vocab_size, (count,), generator=self._generator).tolist()
 
-    def core(self, context: int = 0, drafting: Drafting | None = None) -> EngineCore:
-        """A serving loop of its own, whose sequences begin behind ``context`` tokens with random states."""
+    def core(self, context: int = 0, drafting: Drafting | None = None, backend: Backend | None = None) -> EngineCore:
+        """A serving loop of its own, whose sequences begin behind ``context`` tokens with random states. ``backend``:
+        another over the same states."""
         opener: Callable[..., Any] | None = (lambda states: FilledCache(states, context)) if context else None
         core = EngineCore(
-            self.backend,
+            backend or self.backend,
             self.limits,
             self.num_blocks,
             self.manifest.vocab_size,

@@ -21,6 +21,9 @@ _NVFP4_SCALE = 0.0075
 """With random codes and block scales from 1/4 to 2, a standard deviation of about 1 / sqrt(2560)."""
 _ROWS_STD = 0.02
 """Of what a table on disk would give."""
+_NUM_ROWS = 4093
+"""Different rows of a token; a prime, and so are the factors that choose one by a token's id and position."""
+_ID_FACTOR, _POSITION_FACTOR = 7919, 1009
 
 
 class RandomWeights:
@@ -57,24 +60,27 @@ class RandomWeights:
 
 
 class _RandomRows(ResidentTable):
-    """Random rows in place of those of a table on a disk. Nothing is read."""
+    """Random rows in place of those of a table on a disk. Nothing is read, and a token has the same rows in every step
+    that runs it at its position, so that two executions of a step can be compared."""
 
     def __init__(self, specs: Sequence[NgramRowsSpec], seed: int) -> None:
         super().__init__(PleResidency.DISK)
-        self._specs, self._generator = specs, torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
+        self._pools = {spec.name: _random_rows(spec, generator) for spec in specs}
 
     @property
     def info(self) -> Mapping[str, Any]:
         return {"residency": str(self.residency), "rows": "random, nothing is read from a disk"}
 
     def complete(self, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        dims = {"T": len(inputs["input_ids"])}
-        return {**inputs, **{spec.name: self._rows(spec, dims) for spec in self._specs}}
+        ids, positions = inputs["input_ids"].long(), inputs["positions"][0].long()
+        chosen = (ids * _ID_FACTOR + positions * _POSITION_FACTOR) % _NUM_ROWS
+        return {**inputs, **{name: pool[chosen] for name, pool in self._pools.items()}}
 
-    def _rows(self, spec: NgramRowsSpec, dims: Mapping[str, int]) -> Tensor:
-        shape = [extent_of(dim, dims) for dim in spec.shape]
-        rows = torch.empty(shape, dtype=torch.float32).normal_(std=_ROWS_STD, generator=self._generator)
-        return rows.to(dtype_from_name(spec.dtype))
+
+def _random_rows(spec: NgramRowsSpec, generator: torch.Generator) -> Tensor:
+    shape = [_NUM_ROWS, *(extent_of(dim, {}) for dim in spec.shape[1:])]
+    return torch.empty(shape).normal_(std=_ROWS_STD, generator=generator).to(dtype_from_name(spec.dtype))
 
 
 def _random_weight(spec: WeightSpec, generator: torch.Generator) -> Tensor:

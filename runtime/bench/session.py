@@ -172,6 +172,10 @@ class Session:
         chosen = choose_cases(settings.selection, settings.effort, bundle.room)
         for left_out in chosen.left_out:
             document.leave_out(left_out)
+        if not chosen.cases:
+            first, *others = document.left_out
+            more = f"; nor can {len(others)} others" if others else ""
+            raise BundleError(f"nothing that was asked for can be measured: {first['what']}: {first['reason']}{more}")
         for index, case in enumerate(chosen.cases):
             self._say(f"{index + 1} of {len(chosen.cases)}: {case}")
             try:

@@ -41,7 +41,8 @@ def tables(document: Document) -> Iterator[str]:
 def _head(document: Document) -> Iterator[str]:
     bundle, load, rates, gpu = document.bundle, document.load, document.rates, document.environment.get("gpu")
     where = " ".join(document.environment["cpu"]["models"]) if gpu is None else gpu["name"]
-    yield f"{bundle['name']}: {bundle['precision']}, n-gram table {bundle['ple_precision']}, on {where or 'a CPU'}"
+    formats = f"precision {bundle['precision']}, n-gram table {bundle['ple_precision']}"
+    yield f"{bundle['name']}: {formats}, on {where or 'a CPU'}"
     if rates:
         copy, read = rates["copy_bytes_per_second"] / 1e9, rates["read_bytes_per_second"] / 1e9
         products = rates["matmul_flops"] / 1e12
@@ -51,8 +52,10 @@ def _head(document: Document) -> Iterator[str]:
             line += f"; published {published['bytes_per_second'] / 1e9:,.0f} GB/s"
         yield line
     if load:
-        size = load["weight_bytes"] / 2**30
+        size, engines = load["weight_bytes"] / 2**30, load["engines"]
+        runner = f"{load['backend']}, {engines[0]['tensorrt']}" if engines else load["backend"]
         yield f"loaded {size:,.2f} GiB of weights ({load['weights']}) in {load['seconds']:,.1f} s"
+        yield f"executed by {runner}, on {load['device']}; CUDA graphs: {load['cuda_graphs']}"
     if (checked := document.checked) is not None:
         yield f"checked {checked['finite_logits']} rows of logits: finite{_agreement(checked['agreement'])}"
     if document.generate or document.decode or document.prefill:
@@ -62,8 +65,15 @@ def _head(document: Document) -> Iterator[str]:
 def _agreement(agreement: Row | None) -> str:
     if agreement is None:
         return ""
-    equal, count = agreement["equal_tokens"], agreement["tokens"]
-    return f"; {equal} of {count} tokens as op by op, logits within {agreement['logits_error']:.2e} of its"
+    equal, count, decode, margin = (
+        agreement[name] for name in ("equal_tokens", "tokens", "decode_logits_error", "largest_margin")
+    )
+    text = f"; {equal} of {count} tokens as op by op, logits within {agreement['logits_error']:.2e} of its"
+    if decode is not None:
+        text += f", {decode:.2e} in decode steps"
+    if margin is not None:
+        text += f"; tokens that differ are within {margin:.1f} RMS of the differences of logits"
+    return text
 
 
 def _conditions(document: Document) -> str:

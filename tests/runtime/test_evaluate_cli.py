@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refusal
 
 from qwen4exp_trt.runtime import LLM
 from qwen4exp_trt.runtime.evaluate_command import main, parse_args
@@ -26,15 +27,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def refused(capsys: Capture, *argv: Any) -> str:
-    """The one line on stderr of a command that exits with 2 and prints no result."""
-    try:
-        code = main([str(arg) for arg in argv])
-    except SystemExit as exit:
-        code = exit.code
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert err.startswith("qwen4exp-eval: error: ") and err.count("\n") == 1 and err.endswith("\n")
-    return err
+    return refusal(capsys, "qwen4exp-eval", main, *argv)
 
 
 def test_prints_the_result(tiny_bundle: Path, llm: LLM, text: Path, capsys: Capture) -> None:

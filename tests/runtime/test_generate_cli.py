@@ -12,6 +12,7 @@ from typing import Any
 import bundles
 import pytest
 import torch
+from refusals import refusal
 from safetensors.torch import save_file
 
 from qwen4exp_trt.runtime import LLM, SamplingParams
@@ -23,19 +24,7 @@ GREEDY = ["--temperature", "0", "--max-tokens", "5"]
 
 
 def refused(capsys: Capture, *argv: Any) -> str:
-    """The one line on stderr of a command that exits with 2 and prints no text."""
-    code = run([str(arg) for arg in argv])
-    out, err = capsys.readouterr()
-    assert (code, out) == (2, "")
-    assert err.startswith("qwen4exp-generate: error: ") and err.count("\n") == 1 and err.endswith("\n")
-    return err
-
-
-def run(argv: list[str]) -> int:
-    try:
-        return main(argv)
-    except SystemExit as exit:
-        return int(exit.code or 0)
+    return refusal(capsys, "qwen4exp-generate", main, *argv)
 
 
 @pytest.fixture

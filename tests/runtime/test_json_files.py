@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from qwen4exp_trt.errors import BundleError, CheckpointError
+from qwen4exp_trt.errors import BundleError, CheckpointError, RequestError
 from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.chat_template import ChatTemplate
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
-from qwen4exp_trt.runtime.json_files import read_json_object
+from qwen4exp_trt.runtime.json_files import check_file_target, read_json_object, write_json
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.program_text import load_program
 
@@ -62,3 +62,30 @@ def test_every_reader_names_its_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(Exception, match=f"{name}: not a JSON file: maximum recursion depth") as caught:
         READERS[name](tmp_path)
     assert type(caught.value).__module__ == "qwen4exp_trt.errors"
+
+
+def test_a_file_is_written_where_links_lead(tmp_path: Path) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    link.symlink_to(target.name)
+    check_file_target(link, "--json")
+    write_json(link, [1])
+    assert link.is_symlink() and target.read_text() == "[\n 1\n]\n"
+    itself = tmp_path / "itself.json"
+    itself.symlink_to(itself.name)
+    check_file_target(itself, "--json")
+    write_json(itself, 2)
+    assert itself.read_text() == "2\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["itself.json", "link.json", "target.json"]
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to("absent/target.json")
+    (tmp_path / "folder.json").symlink_to(".")
+    for path, message in (
+        (tmp_path / "link.json", "link.json: --json cannot write a file there: No such file or directory"),
+        (tmp_path / "folder.json", "--json writes a file, and this is something else"),
+        (Path("/dev/full"), "--json writes a file, and this is something else"),
+        (tmp_path / ("n" * 300), "--json cannot write a file there: File name too long"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            check_file_target(path, "--json")

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from simulated_engines import load_simulated_backend
+from trt_simulator import violations
 
+from qwen4exp_trt.runtime import llm
 from qwen4exp_trt.runtime.bench import session
 from qwen4exp_trt.runtime.bench.__main__ import main
 from qwen4exp_trt.runtime.bench.rates import Bandwidth
@@ -23,10 +24,13 @@ def _no_large_buffers() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="package")
-def measured(mtp_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The file of a run of everything, on the CPU, of a bundle with a draft head."""
-    file = tmp_path_factory.mktemp("bench") / "result.json"
-    sizes = ("--prompt", "5,20", "--context", "20", "--drafts", "2")
-    assert main([str(mtp_bundle), *QUICK, *sizes, "--json", str(file)]) == 0
-    return json.loads(file.read_text())
+def run_over_the_simulator(bundle: Path, file: Path) -> None:
+    """Measure everything, with engines that the simulator executes, of which ``file`` then tells."""
+    sizes = ("--batch", "2", "--prompt", "5,20", "--context", "20", "--drafts", "2")
+    more = ("--iterations", "2", "--seconds", "0.1", "--check", "--json", str(file))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(file.parent / "cache"))
+        patch.setattr(llm, "load_backend", load_simulated_backend)
+        patch.setattr(session, "check_can_compare", lambda backend, device: None)
+        assert main([str(bundle), *QUICK, *sizes, *more]) == 0
+    assert not violations

@@ -8,8 +8,12 @@ import torch
 
 from qwen4exp_trt.errors import BundleError
 from qwen4exp_trt.runtime import LLM, SamplingParams
+from qwen4exp_trt.runtime.bench.checks import Agreement, check_bundle
+from qwen4exp_trt.runtime.bench.loaded import LoadedBundle
 from qwen4exp_trt.runtime.bench.random_weights import RandomWeights
-from qwen4exp_trt.runtime.specs import TensorSpec, Transform, WeightSpec
+from qwen4exp_trt.runtime.manifest import PROGRAM_DIR
+from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.specs import NgramRowsSpec, PleResidency, TensorSpec, Transform, WeightSpec
 
 CPU = torch.device("cpu")
 
@@ -25,7 +29,7 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generated(bundle: Path, seed: int) -> list[int]:
     llm = LLM(bundle, weight_maker=RandomWeights(seed))
-    output = llm.generate({"prompt_token_ids": list(range(3, 30))}, SamplingParams(temperature=0, max_tokens=20))
+    output = llm.generate({"prompt_token_ids": list(range(3, 30))}, SamplingParams(temperature=0, max_tokens=12))
     return list(output[0].outputs[0].token_ids)
 
 
@@ -51,6 +55,27 @@ def test_logits_are_spread(config_only: Path, tiny_bundle: Path) -> None:
 def test_rows_of_a_table_on_disk_are_random_and_nothing_is_read(config_only: Path) -> None:
     llm = LLM(config_only, weight_maker=RandomWeights())
     assert llm.info["ngram_table"] == {"residency": "disk", "rows": "random, nothing is read from a disk"}
+    agreement = check_bundle(LoadedBundle(llm), with_agreement=True).agreement
+    assert agreement == Agreement(16, 16, 0, 0, None), "another execution of a step gets the same rows"
+
+
+def test_a_token_has_the_same_rows_in_every_step(config_only: Path) -> None:
+    """Others at another position, of another id, or with another seed; all of them spread as those of a table."""
+    inputs = load_program(config_only / PROGRAM_DIR).inputs
+    (name,) = (spec.name for spec in inputs if isinstance(spec, NgramRowsSpec))
+
+    def rows(ids: list[int], start: int, seed: int = 0) -> torch.Tensor:
+        positions = torch.arange(start, start + len(ids), dtype=torch.int32).expand(3, -1)
+        step = {"input_ids": torch.tensor(ids, dtype=torch.int32), "positions": positions}
+        return RandomWeights(seed).make_ngram_table(inputs, PleResidency.DISK).complete(step)[name]
+
+    ids = list(range(200, 300))
+    whole = rows(ids, 7)
+    assert torch.equal(whole, torch.cat([rows(ids[:30], 7), rows(ids[30:31], 37), rows(ids[31:], 38)]))
+    for other in (rows(ids, 8), rows(ids[::-1], 7), rows(ids, 7, seed=1)):
+        assert not (whole == other).all(1).any()
+    assert whole.float().std() == pytest.approx(0.02, rel=0.1)
+    assert len(whole.unique(dim=0)) == len(ids)
 
 
 @pytest.mark.parametrize("name", ["codes", "experts.block_scales", "experts.scales", "A_log", "dt_bias", "proj"])
