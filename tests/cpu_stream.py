@@ -157,11 +157,11 @@ class CpuStream:
 
     def run_pending(self) -> None:
         """Run what is enqueued, in order."""
-        for work, digests in self._pending:
-            work.check_unchanged(digests)
-        while self._pending:
-            work, _ = self._pending.pop(0)
-            with torch.utils._python_dispatch._disable_current_modes():
+        with torch.utils._python_dispatch._disable_current_modes():
+            for work, digests in self._pending:
+                work.check_unchanged(digests)
+            while self._pending:
+                work, _ = self._pending.pop(0)
                 work.run()
 
     def replay(self, graph: CpuGraph) -> None:

@@ -50,9 +50,12 @@ class HandMadeSession:
         self.memory = aligned_empty([MEMORY_BYTES], torch.uint8)
         self.context = self.make_context()
 
-    def make_context(self, profile: int | None = 0) -> Any:
+    def make_context(self, profile: int | None = 0, config: Any = None) -> Any:
+        """``config``: of the engine's runtime, if the context is to have one."""
         strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        context = self.engine.create_execution_context(strategy)
+        if config is not None:
+            config.set_execution_context_allocation_strategy(strategy)
+        context = self.engine.create_execution_context(config or strategy)
         if profile is not None:
             context.set_optimization_profile_async(profile, self.stream.handle)
             context.set_device_memory(self.memory.data_ptr(), self.memory.nbytes)

@@ -129,6 +129,14 @@ def test_memory_that_is_too_small(session: HandMadeSession) -> None:
         session.enqueue()
 
 
+def test_memory_of_which_the_first_rows_were_asked_for(session: HandMadeSession) -> None:
+    """Their address is that of the whole, which stays what it is."""
+    address = session.tensors["logits"].data_ptr()
+    assert session.tensors["logits"][:1].data_ptr() == address
+    session.context.set_tensor_address("logits", address)
+    assert session.execute().isfinite().all()
+
+
 def test_an_address_of_nothing(session: HandMadeSession) -> None:
     with expect("logits is bound to 0x10000, which is in no live tensor"):
         session.context.set_tensor_address("logits", 1 << 16)
@@ -263,11 +271,15 @@ def test_memory_that_was_freed(session: HandMadeSession, name: str) -> None:
         session.enqueue()
 
 
-def test_memory_that_is_freed_before_it_is_used(session: HandMadeSession) -> None:
+@pytest.mark.parametrize("name", ["input_ids", "logits", "the device memory"])
+def test_memory_that_is_freed_before_it_is_used(session: HandMadeSession, name: str) -> None:
     with session.stream.fork():
         session.enqueue()
-    del session.tensors["input_ids"]
-    with expect("use after free: the memory of input_ids was freed"):
+    if name in session.tensors:
+        del session.tensors[name]
+    else:
+        del session.memory
+    with expect(f"use after free: the memory of {name} was freed"):
         session.stream.join()
 
 
@@ -284,6 +296,15 @@ def test_device_memory_that_was_freed(session: HandMadeSession) -> None:
     del session.memory
     with expect("use after free: the memory of the device memory was freed"):
         session.enqueue()
+
+
+def test_memory_of_a_graph_that_was_freed(session: HandMadeSession) -> None:
+    session.execute()
+    graph, _ = session.stream.capture(session.enqueue)
+    graph.replay()
+    del session.memory
+    with expect("use after free: the memory of the device memory was freed"):
+        graph.replay()
 
 
 def test_the_engine_and_the_runtime_must_live(session: HandMadeSession) -> None:
@@ -345,6 +366,23 @@ def test_one_context_on_two_streams(session: HandMadeSession) -> None:
             session.enqueue(stream=other)
 
 
+def test_a_capture_of_what_was_never_executed(session: HandMadeSession) -> None:
+    """What is compiled or allocated at a first execution cannot be while a graph is captured."""
+    with expect("captured before decode was executed once with these shapes"):
+        session.stream.capture(session.enqueue)
+    session.execute()
+    session.stream.capture(session.enqueue)
+
+
+def test_a_capture_of_what_tensorrt_captures_itself(session: HandMadeSession) -> None:
+    config = session.engine.create_runtime_config()
+    config.cuda_graph_strategy = session.trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
+    session.context = session.make_context(config=config)
+    session.execute()
+    with expect("captured, while TensorRT makes the CUDA graphs of decode"):
+        session.stream.capture(session.enqueue)
+
+
 def test_two_contexts_in_one_memory_at_once(session: HandMadeSession) -> None:
     """One behind the other on one stream is right."""
     second, other = session.make_context(), CpuStream()
@@ -355,6 +393,19 @@ def test_two_contexts_in_one_memory_at_once(session: HandMadeSession) -> None:
             session.enqueue(second, stream=other)
     session.stream.join()
     assert session.trt.calls["decode"] == 2
+
+
+def test_two_engines_in_one_activation_memory_at_once(session: HandMadeSession, trt: SimulatedTensorRT) -> None:
+    """All else of them is apart."""
+    second = HandMadeSession(trt)
+    second.context.set_device_memory(session.memory.data_ptr(), session.memory.nbytes)
+    with session.stream.fork(), second.stream.fork():
+        session.enqueue()
+        with pytest.raises(Exception, match=r"wrong stream order: .* on another stream still uses the device memory"):
+            second.enqueue()
+        session.stream.synchronize()
+        second.enqueue()
+    second.stream.join()
 
 
 # --- the API ----------------------------------------------------------------------------------------------------------
@@ -418,14 +469,10 @@ def test_an_engine_before_its_creators(trt: SimulatedTensorRT) -> None:
 
 def test_a_runtime_cache_is_of_one_version(session: HandMadeSession, trt: SimulatedTensorRT) -> None:
     config = session.engine.create_runtime_config()
-    config.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
     cache = config.create_runtime_cache()
     empty = bytes(cache.serialize())
     config.set_runtime_cache(cache)
-    session.context = session.engine.create_execution_context(config)
-    session.context.set_optimization_profile_async(0, session.stream.handle)
-    session.context.set_device_memory(session.memory.data_ptr(), session.memory.nbytes)
-    session.bind(session.context)
+    session.context = session.make_context(config=config)
     session.execute()
     data = bytes(cache.serialize())
     assert len(data) > len(empty) and cache.serialize().nbytes == len(data)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,18 +95,16 @@ class Session:
         self.engine = self._runtime = None
 
     def _deserialize(self) -> Any:
-        """Straight from the file's pages, which are dropped behind it: no copy of the engine stays in memory."""
-        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            is_valid, reasons = self.capabilities.engine_problems(self._runtime, data)
-            if not is_valid:
-                raise BundleError(
-                    f"{self.path}: TensorRT cannot run it here ({listing(reasons) or 'it says not why'}): "
-                    f"{self.log.problems()}; build the bundle again on this machine, or update its driver"
-                )
-            if reasons:
-                logger.warning("%s: TensorRT runs it with reservations: %s", self.path, ", ".join(reasons))
-            engine = self._runtime.deserialize_cuda_engine(data)
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        data = self.path.read_bytes()  # without weights, so it is small
+        is_valid, reasons = self.capabilities.engine_problems(self._runtime, data)
+        if not is_valid:
+            raise BundleError(
+                f"{self.path}: TensorRT cannot run it here ({listing(reasons) or 'it says not why'}): "
+                f"{self.log.problems()}; build the bundle again on this machine, or update its driver"
+            )
+        if reasons:
+            logger.warning("%s: TensorRT runs it with reservations: %s", self.path, ", ".join(reasons))
+        engine = self._runtime.deserialize_cuda_engine(data)
         if engine is None:
             raise BundleError(f"{self.path}: TensorRT cannot load it: {self.log.problems()}")
         return engine

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from qwen4exp_trt.runtime import LLM, SamplingParams
 from qwen4exp_trt.runtime.backend import EagerBackend, engines_of, load_eager_backend
 from qwen4exp_trt.runtime.bundle_programs import load_token_ids
 from qwen4exp_trt.runtime.load_options import LoadOptions
-from qwen4exp_trt.runtime.manifest import Manifest
+from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, Manifest
 from qwen4exp_trt.runtime.memory_plan import plan_memory
 from qwen4exp_trt.runtime.sampler import SampleRequest, TokenHistory, greedy_operands
 from qwen4exp_trt.runtime.tensorrt.backend import TensorRTBackend
+from qwen4exp_trt.runtime.tensorrt.engine_checks import check_engine_fits
 from qwen4exp_trt.runtime.tensorrt.module import load_trt
 from qwen4exp_trt.runtime.verify_command import parse_args, verify
 
@@ -264,6 +266,16 @@ def test_a_draft_head_changes_no_text(bundle: Path, without: Path) -> None:
 def verify_bundle(bundle: Path, trt: SimulatedTensorRT, **values: Any) -> None:
     args = parse_args([str(bundle), "--device", "cpu"])
     verify(argparse.Namespace(**{**vars(args), **values}), trt, CpuStream)
+
+
+@pytest.mark.trt
+def test_a_damaged_engine_of_the_draft_head(engine_bundle: Path, tmp_path: Path) -> None:
+    trt = SimulatedTensorRT(load_trt("tensorrt-rtx"), engine_bundle)
+    copy = Path(shutil.copytree(engine_bundle, tmp_path / "copy"))
+    path = copy / DRAFT_DIR / ENGINE_FILE
+    path.write_bytes(b"another")
+    with pytest.raises(BundleError, match=f"{path}: its sha256 is .* it is damaged, or another engine was put in its"):
+        check_engine_fits(trt, copy, Manifest.load(copy), torch.device("cpu"))
 
 
 @pytest.mark.trt
