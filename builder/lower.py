@@ -8,6 +8,7 @@ shape constants only.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -115,7 +116,10 @@ class _ProgramLowering:
         return list(names)
 
     def _dim(self, extent: Any) -> Dim:
-        return extent if isinstance(extent, int) else self.dim_names.get(str(extent), str(extent))
+        """A named dim, or a product of one such as ``4*T``."""
+        if isinstance(extent, int):
+            return extent
+        return re.sub(r"\w+", lambda symbol: self.dim_names.get(symbol[0], symbol[0]), str(extent))
 
     def _check_state_updates(self) -> None:
         """TensorRT updates a state in place only if one node updates it and nobody else reads the old value."""

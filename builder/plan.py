@@ -14,8 +14,8 @@ from qwen4exp_trt.plugins.cost import (
     completed_groups,
     moved_kv_tokens,
     ring_bytes,
+    scored_groups,
     selected_tokens,
-    visible_groups,
 )
 from qwen4exp_trt.runtime.limits import DRAFT_ROWS, EngineLimits
 from qwen4exp_trt.runtime.load_options import DEFAULT_ROW_CACHE_BYTES
@@ -237,11 +237,11 @@ def _state_use(request: PlanRequest, spec: StateSpec) -> StateUse:
     config, limits = request.config, request.limits
     step = StepSize(num_seqs=1, num_tokens=1, context_len=limits.max_seq_len - 1)
     ratio = config.indexer_compress_ratio or 0
+    selected = (config.indexer_budget or 0) // ratio if ratio else 0
     if spec.kind is StateKind.KV_CACHE:
-        most = selected_tokens((config.indexer_budget or 0) // ratio, ratio) if ratio else None
-        moved = moved_kv_tokens(step, most) * (spec.row_bytes // limits.block_size)
+        moved = moved_kv_tokens(step, selected_tokens(selected, ratio)) * (spec.row_bytes // limits.block_size)
     elif spec.kind is StateKind.INDEX_K_CACHE:
-        keys = visible_groups(step, ratio) + completed_groups(step, ratio)
+        keys = scored_groups(step, ratio, selected) + completed_groups(step, ratio)
         moved = keys * (spec.row_bytes // (limits.block_size // ratio))
     elif spec.kind in RINGS:
         rows = spec.shape[1]

@@ -178,8 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0].startswith("-"):
         args = parse_args(arguments)
         return run_command(PROG, lambda: print_flags(args, backend))
-    codes: list[int] = []
-    return run_command(PROG, lambda: codes.append(run_polygraphy(backend, arguments))) or sum(codes)
+    return run_command(PROG, lambda: run_polygraphy(backend, arguments))
 
 
 if __name__ == "__main__":

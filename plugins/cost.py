@@ -129,6 +129,12 @@ def visible_groups(size: StepSize, ratio: int) -> int:
     return size.seq_len // ratio
 
 
+def scored_groups(size: StepSize, ratio: int, most: int) -> int:
+    """Groups of a sequence whose keys are read for a score: all, or none where ``most`` or fewer are all selected."""
+    groups = visible_groups(size, ratio)
+    return groups if groups > most else 0
+
+
 def completed_groups(size: StepSize, ratio: int) -> int:
     """Groups that the step completes, of all sequences."""
     return size.num_seqs * (size.seq_len // ratio - size.context_len // ratio)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import re
@@ -36,12 +37,14 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(USER_ERROR, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
-def run_command(prog: str, command: Callable[[], None]) -> int:
-    """Run ``command`` and return the exit code of the process."""
+def run_command(prog: str, command: Callable[[], int | None]) -> int:
+    """Run ``command`` and return the exit code of the process: of the command, or 0 if it has none."""
+    code = None
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the terminal's encoding lacks is no failure
     try:
-        command()
+        code = command()
+        sys.stdout.flush()
     except Q4eError as error:
         message = " ".join(line.strip() for line in str(error).splitlines())
         print(f"{prog}: error: {message}", file=sys.stderr)
@@ -50,6 +53,17 @@ def run_command(prog: str, command: Callable[[], None]) -> int:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader, such as `head`, has what it wants. Python flushes stdout once more at exit: let it find an end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        # The reader, such as `head`, has what it wants.
+        _drop_stdout()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _drop_stdout()
+        print(f"{prog}: error: cannot write the output: {error.strerror}", file=sys.stderr)
+        return USER_ERROR
+    return code or 0
+
+
+def _drop_stdout() -> None:
+    """Python flushes stdout once more at exit: let it find an end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

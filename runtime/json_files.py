@@ -36,12 +36,15 @@ def check_file_target(path: Path, option: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write the file under a temporary name first, so that it is whole or as it was."""
+    """Write the file under a temporary name first, so that it is whole or as it was.
+
+    What is no character, of a file's name that is not UTF-8, becomes a ``?``, as on the terminal.
+    """
     target = _target_of(path)
     try:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             staged = Path(folder) / "result"
-            staged.write_text(text, encoding="utf-8")
+            staged.write_text(text, encoding="utf-8", errors="replace")
             staged.replace(target)
     except OSError as error:
         raise RequestError(f"{path}: cannot write the result: {error.strerror}") from error

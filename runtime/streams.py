@@ -9,6 +9,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from qwen4exp_trt.errors import BundleError
+
 _Result = TypeVar("_Result")
 
 
@@ -75,6 +77,8 @@ class CudaStream:
     """The `Stream` of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise BundleError(f"device '{device}': an engine runs on a CUDA GPU; use device 'cuda' or 'cuda:N'")
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from model_zoo import tiny_config_dict, write_hf_checkpoint
 from tiny_tokenizer import tiny_backend
 
 from qwen4exp_trt.builder import build as build_module
+from qwen4exp_trt.builder import compile as compile_module
+from qwen4exp_trt.builder import planning
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.engine import EngineBuild
 from qwen4exp_trt.builder.options import BuildOptions
+from qwen4exp_trt.frontend.export import export_program
 
 ROOT = Path(__file__).parents[1]
 CHAT_TEMPLATE = ROOT / "tests" / "fixtures" / "chat_template.jinja"
@@ -73,6 +77,19 @@ def build(checkpoint: Path, output: Path, **options: Any) -> Path:
         return build_with_stand_in(checkpoint, output, **values)
     build_bundle(BuildOptions(checkpoint=checkpoint, output=output, **values))
     return output
+
+
+_export_once = cache(export_program)
+
+
+@contextmanager
+def quick_builds() -> Iterator[None]:
+    """One trace for all builds of a config, and no estimate of activations: most of the time of a tiny build."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_module, "export_program", _export_once)
+        for name in ("estimate_activations", "estimate_workspace"):
+            patch.setattr(planning, name, lambda *step: 0)
+        yield
 
 
 simulated_engines = False

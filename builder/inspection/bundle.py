@@ -34,7 +34,7 @@ from qwen4exp_trt.runtime.limits import EngineLimits
 from qwen4exp_trt.runtime.manifest import DRAFT_DIR, ENGINE_FILE, LAYERS_FILE, ONNX_FILE, Manifest
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.specs import StateSpec, Transform, WeightRecipe, WeightSpec
-from qwen4exp_trt.runtime.step_costs import OpCost, step_costs
+from qwen4exp_trt.runtime.step_costs import OpCost, step_costs, step_dims
 from qwen4exp_trt.runtime.target_devices import DEVICES, Device
 from qwen4exp_trt.runtime.weights import sources_of
 
@@ -72,7 +72,7 @@ class StepRequest:
     def sizes(self, limits: EngineLimits) -> dict[str, StepSize]:
         """By profile. `RequestError` for steps that the bundle has no room for."""
         context = limits.max_seq_len - 1 if self.context is None else self.context
-        chunk = min(limits.prefill_chunk, limits.max_seq_len)
+        chunk = limits.prefill_chunk
         if not 1 <= self.batch <= limits.max_batch_size:
             raise RequestError(f"--batch is {self.batch}; the bundle takes 1 to {limits.max_batch_size} sequences")
         for option, value, new in (("--context", context, 1), ("--prefill-context", self.prefill_context, chunk)):
@@ -88,7 +88,10 @@ def inspect_bundle(folder: Path, request: StepRequest) -> Inspection:
     """Everything that the files of the bundle tell. `BundleError` if one is missing or damaged."""
     manifest = Manifest.load(folder)
     manifest.check_files(folder)
-    sizes = request.sizes(manifest.limits)
+    try:
+        sizes = request.sizes(manifest.limits)
+    except RequestError as error:
+        raise RequestError(f"{folder}: {error}") from error
     device = None if manifest.target is None else DEVICES.get(manifest.target)
     programs = load_programs(folder, manifest, manifest.draft is not None)
     folders = (folder, folder / DRAFT_DIR)
@@ -111,7 +114,7 @@ def inspect_bundle(folder: Path, request: StepRequest) -> Inspection:
         profiles={
             name: Profile(
                 dims={dim: list(extent) for dim, extent in dims[name].items()},
-                step=Step(num_seqs=size.num_seqs, num_tokens=size.num_tokens, context_len=size.context_len),
+                step=_step(programs[0], size),
             )
             for name, size in sizes.items()
         },
@@ -119,6 +122,15 @@ def inspect_bundle(folder: Path, request: StepRequest) -> Inspection:
         weight_table=manifest.weights,
         plugins=manifest.plugins,
         warnings=[warning for part in parts for warning in _warnings(part)],
+    )
+
+
+def _step(program: Program, size: StepSize) -> Step:
+    return Step(
+        num_seqs=size.num_seqs,
+        num_tokens=size.num_tokens,
+        context_len=size.context_len,
+        dims=step_dims(program, size),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 SCHEMA_VERSION = 1
 
 Dim = int | str
-"""An extent, or the name of a dynamic one in `Profile.dims`."""
+"""An extent, the name of a dynamic one in `Profile.dims`, or a product of both such as ``4*T``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +209,8 @@ class Step:
     """New tokens of all sequences."""
     context_len: int
     """Tokens of each sequence before the step."""
+    dims: dict[str, int]
+    """The extents of the named dims; pools have room for these sequences alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from qwen4exp_trt.builder.inspection.document import (
 )
 from qwen4exp_trt.builder.inspection.folding import Fold, fold, without_layer
 from qwen4exp_trt.builder.plan_report import size, traffic, work
+from qwen4exp_trt.runtime.specs import NUM_BLOCKS, NUM_SLOTS
 
 T = TypeVar("T")
 
@@ -65,18 +66,19 @@ def _header(inspection: Inspection) -> Iterator[str]:
     )
     for name, profile in inspection.profiles.items():
         yield _labelled(name, _describe_profile(profile))
+    pools = next(iter(inspection.profiles.values())).dims  # as in all profiles
+    yield _labelled("pools", _ranges(pools, (NUM_BLOCKS, NUM_SLOTS)))
 
 
 def _describe_profile(profile: Profile) -> str:
-    step, dims = profile.step, profile.dims
+    step = profile.step
     sequences = "1 sequence" if step.num_seqs == 1 else f"{step.num_seqs} sequences"
-    ranges = ", ".join(f"{name} {low}..{high}, typically {typical}" for name, (low, typical, high) in _step_dims(dims))
     tokens = "1 new token" if step.num_tokens == 1 else f"{step.num_tokens:,} new tokens"
-    return f"{tokens} of {sequences} behind {step.context_len:,}; {ranges}"
+    return f"{tokens} of {sequences} behind {step.context_len:,}; {_ranges(profile.dims, ('T', 'L'))}"
 
 
-def _step_dims(dims: dict[str, list[int]]) -> list[tuple[str, list[int]]]:
-    return [(name, dims[name]) for name in ("T", "L")]
+def _ranges(dims: dict[str, list[int]], names: Iterable[str]) -> str:
+    return ", ".join("{} {}..{}, typically {}".format(name, *(dims[name][i] for i in (0, 2, 1))) for name in names)
 
 
 def _labelled(label: str, text: str) -> str:
@@ -153,10 +155,10 @@ class _PartText:
         return "".join(f", {kind} in {profile}" for profile, kind in kinds.items())
 
     def _types(self, op: Op) -> str:
-        """Of operands but the metadata of the batch, and of results."""
-        values = self._part.values
-        operands = [values[name] for name in op.inputs if values[name].kind != "input"]
-        return f"{_tensors(operands)} -> {_tensors(values[name] for name in op.outputs)}"
+        """Of operands but the metadata of the batch, which is of integers, and of results."""
+        operands = [self._part.values[name] for name in op.inputs]
+        shown = [value for value in operands if value.kind != "input" or not value.dtype.startswith("int")]
+        return f"{_tensors(shown)} -> {_tensors(self._part.values[name] for name in op.outputs)}"
 
     def _states(self) -> Iterator[str]:
         states = [state for state in self._part.states if self._matches(state.name)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qwen4exp_trt.plugins.cost import CostCall, Work, sum_of_groups, visible_groups
+from qwen4exp_trt.plugins.cost import CostCall, Work, scored_groups, sum_of_groups
 from qwen4exp_trt.plugins.numerics import gather_pages
 from qwen4exp_trt.plugins.packed import BLOCK_TABLE, NUM_SEQS, QUERY_START_LOC, SEQ_LENS, PackedBatch
 from qwen4exp_trt.plugins.qsa_select.cases import CASES
@@ -48,15 +48,15 @@ def body(
 
 
 def cost(call: CostCall) -> Work:
-    """All keys of each sequence. A row within the budget selects every group without a score."""
+    """All keys of each sequence. A row that sees no more groups than it selects takes them without a score."""
     dims, size = call.dims, call.size
     ratio, budget = call.attrs["compress_ratio"], call.attrs["budget"]
     key_bytes = call.num_bytes["index_k_cache"] // (dims["NB"] * dims["G"])
-    first = max(size.context_len, min(budget, size.seq_len))
-    scored = sum_of_groups(size.seq_len, ratio) - sum_of_groups(first, ratio)
+    first = max(size.context_len, min(budget + ratio - 1, size.seq_len))
+    scores = sum_of_groups(size.seq_len, ratio) - sum_of_groups(first, ratio)
     return Work(
-        2 * size.num_seqs * scored * dims["N"],
-        {"index_k_cache": key_bytes * size.num_seqs * visible_groups(size, ratio)},
+        2 * size.num_seqs * scores * dims["N"],
+        {"index_k_cache": key_bytes * size.num_seqs * scored_groups(size, ratio, budget // ratio)},
     )
 
 

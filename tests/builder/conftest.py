@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,10 @@ import torch
 from build_command import FLOAT32
 
 from qwen4exp_trt.builder import build as build_module
-from qwen4exp_trt.builder import compile as compile_module
-from qwen4exp_trt.builder import planning
 from qwen4exp_trt.builder.__main__ import main
 from qwen4exp_trt.builder.compile import CompiledProgram, ExportOptions, compile_program
 from qwen4exp_trt.builder.engine import EngineBuild
 from qwen4exp_trt.frontend.config import ModelConfig
-from qwen4exp_trt.frontend.export import export_program
 from qwen4exp_trt.passes.pipeline import Quantization
 
 
@@ -39,16 +35,9 @@ def compiled(checkpoint: Path) -> CompiledProgram:
     return compile_program(ModelConfig.from_dir(checkpoint), ExportOptions("float32", "auto", 8), Quantization())
 
 
-_export_once = cache(export_program)
-
-
 @pytest.fixture(scope="module")
 def quick_builds() -> Iterator[None]:
-    """One trace for all builds of a config, and no estimate of activations: most of the time of a tiny build."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile_module, "export_program", _export_once)
-        for name in ("estimate_activations", "estimate_workspace"):
-            patch.setattr(planning, name, lambda *step: 0)
+    with bundles.quick_builds():
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from quantized_checkpoints import write_quantized
 from qwen4exp_trt.builder import build as build_module
 from qwen4exp_trt.builder.build import BuildReport, build_bundle
 from qwen4exp_trt.builder.compile import compile_program
+from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.plugins.spec import NAMESPACE
 from qwen4exp_trt.runtime import LLM, SamplingParams
@@ -141,6 +143,12 @@ def test_the_table_of_weights_tells_the_formats(built: Built) -> None:
         if built.expected.options.get("precision") == "nvfp4-w4a4" and "attention" in row["component"]:
             remarks.append("NVFP4 activations")
         assert (row["held"], row["remark"]) == (held, ", ".join(remarks)), key
+
+
+def test_an_inspection_counts_elements(built: Built) -> None:
+    bits = {"float4_e2m1fn": 4, "float8_e4m3fn": 8, "bfloat16": 16, "float32": 32, "int64": 64}
+    for weight in inspect_bundle(built.bundle, StepRequest()).parts[0].weights:
+        assert 8 * weight.num_bytes == bits[weight.dtype] * math.prod(map(int, weight.shape)), weight.name
 
 
 def test_verification_finds_no_difference(built: Built) -> None:

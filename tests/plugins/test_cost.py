@@ -17,6 +17,7 @@ from qwen4exp_trt.plugins.cost import (
     expected_experts,
     moved_kv_tokens,
     ring_bytes,
+    scored_groups,
     selected_tokens,
     sum_costs,
     sum_of_groups,
@@ -50,6 +51,10 @@ def test_groups_and_attended_tokens(size: StepSize) -> None:
 
 def test_a_dense_attention_selects_all() -> None:
     assert selected_tokens(num_groups=7, ratio=0) is None
+
+
+def test_keys_are_read_where_more_groups_are_seen_than_selected() -> None:
+    assert [scored_groups(StepSize(2, 2, context), ratio=4, most=4) for context in (0, 18, 19, 99)] == [0, 0, 5, 25]
 
 
 def test_no_token_of_a_cache_is_read_twice_in_a_step() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 
 import pytest
 
@@ -17,6 +18,7 @@ def raise_(error: BaseException) -> None:
 
 def test_success_prints_nothing(capsys: Capture) -> None:
     assert run_command("prog", lambda: None) == 0
+    assert run_command("prog", lambda: 7) == 7
     assert capsys.readouterr() == ("", "")
 
 
@@ -37,9 +39,26 @@ def test_interrupt(capsys: Capture) -> None:
     assert capsys.readouterr() == ("", "prog: interrupted\n")
 
 
-def test_a_bug_keeps_its_traceback() -> None:
-    with pytest.raises(ZeroDivisionError):
-        run_command("prog", lambda: raise_(ZeroDivisionError()))
+def test_a_reader_that_went_away_is_no_failure(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as pipe:
+        monkeypatch.setattr("sys.stdout", pipe)
+        assert run_command("prog", lambda: print("little, which waits in a buffer")) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_output_without_room(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert run_command("prog", lambda: print("text")) == 2
+    assert capsys.readouterr().err == "prog: error: cannot write the output: No space left on device\n"
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), FileNotFoundError(2, "no such file")], ids=str)
+def test_a_bug_keeps_its_traceback(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        run_command("prog", lambda: raise_(error))
 
 
 def test_bad_arguments_are_one_line(capsys: Capture) -> None:

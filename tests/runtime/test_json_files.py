@@ -9,7 +9,7 @@ from qwen4exp_trt.frontend.config import ModelConfig
 from qwen4exp_trt.runtime.chat_template import ChatTemplate
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
 from qwen4exp_trt.runtime.generation_config import GenerationConfig
-from qwen4exp_trt.runtime.json_files import check_file_target, read_json_object, write_json
+from qwen4exp_trt.runtime.json_files import check_file_target, read_json_object, write_json, write_text
 from qwen4exp_trt.runtime.manifest import Manifest
 from qwen4exp_trt.runtime.program_text import load_program
 
@@ -62,6 +62,11 @@ def test_every_reader_names_its_file(tmp_path: Path, name: str) -> None:
     with pytest.raises(Exception, match=f"{name}: not a JSON file: maximum recursion depth") as caught:
         READERS[name](tmp_path)
     assert type(caught.value).__module__ == "qwen4exp_trt.errors"
+
+
+def test_what_is_no_character_is_written_as_a_mark(tmp_path: Path) -> None:
+    write_text(tmp_path / "page.html", "a \udcff é")
+    assert (tmp_path / "page.html").read_bytes() == "a ? é".encode()
 
 
 def test_a_file_is_written_where_links_lead(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ function drawFacts(root, { bundle, options, limits, versions, parts, warnings })
   const plain = (value) => (Array.isArray(value) ? value.join(", ") : value === null ? "" : String(value));
   const engines = parts.filter((part) => part.engine !== null).flatMap(({ name, engine }) => [
     [`engine, ${name}`, `${formatMemory(engine.num_bytes)}, ${engine.tensorrt}`],
-    ...Object.entries(engine.activation_bytes).map(([profile, bytes]) => [`activations, ${profile}`, formatMemory(bytes)])]);
+    ...Object.entries(engine.activation_bytes).map(([profile, bytes]) => [`activations, ${name}, ${profile}`, formatMemory(bytes)])]);
   const facts = [["bundle", bundle], ...[options, limits].flatMap((group) => Object.entries(group)), ...engines, ...Object.entries(versions), ...warnings.map((text) => ["warning", text])];
   const shown = facts.map(([name, value]) => [name.replaceAll("_", " "), plain(value)]).filter(([, value]) => value !== "");
   replace(root, shown.map(([name, value]) => [html("dt", {}, name), html("dd", {}, value)]));

@@ -45,12 +45,14 @@ function formatSeconds(seconds) {
   return seconds === 0 ? "0" : scaled(seconds * 1e9, 1000, ["ns", "µs", "ms", "s"]);
 }
 
-// A shape with its named dims, and with their extents if they are given.
-function formatShape(shape, dims = {}) {
-  return `[${shape.map((dim) => (typeof dim === "string" ? (dims[dim] ?? dim) : dim)).join(", ")}]`;
-}
+// A dim is an extent, a name, or a product such as "4*T". NaN for a name that is not in `dims`.
+const extentOf = (dim, dims) => String(dim).split("*").reduce((product, factor) => product * (dims[factor] ?? Number(factor)), 1);
 
-const elements = (shape) => shape.reduce((product, dim) => product * (typeof dim === "string" ? 1 : dim), 1);
+// A shape with its named dims, and with their extents if they are given.
+const formatShape = (shape, dims = {}) => `[${shape.map((dim) => extentOf(dim, dims) || dim).join(", ")}]`;
+
+// Of one row: what is dynamic counts once.
+const elements = (shape) => shape.reduce((product, dim) => product * (parseInt(dim) || 1), 1);
 
 // The text with what matches of the words marked.
 function marked(text, words) {

@@ -86,7 +86,7 @@ class Graph {
       svg("rect", { class: "strip", width: 4, height: OP_HEIGHT - 10, x: 4, y: 5, rx: 2 }),
       svg("text", { class: "name", x: 14, y: 17 }, clipped(op.title, 20)),
       svg("text", { class: "share", x: OP_WIDTH - 8, y: 17, "text-anchor": "end" }, cost.weight ? formatShare(cost.share) : ""),
-      svg("text", { class: "path", x: 14, y: 31 }, clipped(op.place, 29)),
+      svg("text", { class: "path", x: 14, y: 31 }, clipped(op.place, 27)),
       svg("rect", { class: "groove", x: 14, y: 37, width: OP_WIDTH - 22, height: 3, rx: 1.5 }),
       svg("rect", { class: "load", x: 14, y: 37, width: Math.max(0, length), height: 3, rx: 1.5 }));
   }

@@ -137,7 +137,7 @@ class Inspector {
   }
 
   mark(matches) {
-    this.matches = new Set(matches.filter((entry) => entry.part === this.part).map((entry) => `${entry.kind} ${entry.target ?? entry.name}`));
+    this.matches = new Set(matches.map((entry) => `${entry.kind} ${entry.target ?? entry.name}`));
     this.writeHash();
     if (this.drawn) this.drawView();
   }

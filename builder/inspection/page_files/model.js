@@ -13,11 +13,6 @@ function readModel(data) {
   return { data, profiles, parts: data.parts.map((part) => new Part(part, profiles, componentOf)) };
 }
 
-// The extents of named dims in the step of which the costs are.
-function stepDims(step) {
-  return { T: step.num_tokens, B: step.num_seqs, B_plus_1: step.num_seqs + 1, L: step.num_seqs };
-}
-
 class Part {
   constructor(data, profiles, componentOf) {
     Object.assign(this, { name: data.name, profiles, engine: data.engine, layers: data.engine?.layers ?? [], largestOp: {}, largestBlock: {} });

@@ -19,7 +19,7 @@ class Panel {
   draw(model, part, profile, selection) {
     const draws = { op: () => this.op(part.opOf.get(selection.name)), state: () => this.state(part.states.get(selection.name)),
       weight: () => this.weight(part.weights.get(selection.name)), input: () => this.input(part.values.get(selection.name)) };
-    Object.assign(this, { model, part, profile, dims: stepDims(model.data.profiles[profile].step) });
+    Object.assign(this, { model, part, profile, dims: model.data.profiles[profile].step.dims });
     replace(this.root, selection ? draws[selection.kind]() : this.overview());
     this.root.scrollTop = 0;
   }

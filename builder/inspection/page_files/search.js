@@ -16,7 +16,7 @@ function searchEntries(model) {
 }
 
 class Search {
-  // `changed(matches)` is called with a set of "kind name" of the part that is shown, `choose(entry)` for the one that is taken.
+  // `changed(matches)` is called with the entries that are found, `choose(entry)` with the one that is taken.
   constructor(input, list, entries, { changed, choose }) {
     Object.assign(this, { input, list, entries, changed, choose, matches: [], at: 0 });
     input.addEventListener("input", () => this.update());

@@ -36,7 +36,7 @@ const TABLES = {
   },
   engine: {
     title: "Engine", kind: "op",
-    rows: (part, profile) => part.layers.filter((layer) => layer.profile === profile), nameOf: (layer) => layer.ops[0] ?? null, componentOf: () => null,
+    rows: (part, profile) => part.layers.filter((layer) => layer.profile === profile), nameOf: (layer) => layer.ops[0] ?? null, componentOf: (layer, part) => part.opOf.get(layer.ops[0])?.component.name,
     columns: () => [{ title: "Engine layer", of: (layer) => layer.name, isMono: true }, { title: "Type", of: (layer) => layer.type }, { title: "Plugin", of: (layer) => layer.plugin ?? "" },
       { title: "Ops", of: (layer) => layer.ops.join(", "), isMono: true }, { title: "Tactic", of: (layer) => layer.tactic ?? "", isMono: true }],
   },
@@ -45,7 +45,7 @@ const TABLES = {
 function drawTable(root, name, part, view, matches, set) {
   const table = TABLES[name], columns = table.columns(view.profile), [column, direction] = view.sort[name] ?? [null, 1];
   const compare = (one, other) => (column === null ? 0 : compareKeys(columns[column].of(one), columns[column].of(other)));
-  const rows = table.rows(part, view.profile).filter((row) => view.component === null || [view.component, null].includes(table.componentOf(row)));
+  const rows = table.rows(part, view.profile).filter((row) => view.component === null || view.component === table.componentOf(row, part));
   const sorted = rows.map((row, i) => [row, i]).sort((one, other) => direction * compare(one[0], other[0]) || one[1] - other[1]).map(([row]) => row);
   if (!rows.length) return root.replaceChildren(html("p", { class: "note" }, `No ${table.title.toLowerCase()}${view.component === null ? "" : ` of ${view.component}`}.`));
   const sortBy = (i) => set({ sort: { ...view.sort, [name]: [i, i === column ? -direction : columns[i].isNumber && i ? -1 : 1] } });

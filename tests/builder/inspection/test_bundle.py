@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
-from inspection_bundles import rewrite
 
 from qwen4exp_trt.builder.inspection.bundle import DECODE, PREFILL, StepRequest, inspect_bundle
 from qwen4exp_trt.builder.inspection.document import Inspection, Op, Part
 from qwen4exp_trt.builder.inspection.program_ops import ProgramOps, read_onnx
+from qwen4exp_trt.builder.inspection.text import format_inspection
 from qwen4exp_trt.errors import BundleError, RequestError
 from qwen4exp_trt.plugins.cost import StepSize
 from qwen4exp_trt.runtime.checkpoint import Checkpoint
+from qwen4exp_trt.runtime.manifest import FileRef, Manifest
 from qwen4exp_trt.runtime.program_text import load_program
+from qwen4exp_trt.runtime.specs import TensorSpec
 from qwen4exp_trt.runtime.step_costs import step_cost
 from qwen4exp_trt.runtime.target_devices import DEVICES
 
@@ -31,6 +34,15 @@ def copy(engine_bundle: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(engine_bundle, tmp_path / "bundle"))
 
 
+def rewrite(bundle: Path, name: str, change: Callable[[str], str]) -> None:
+    """Change the text of a file of the bundle, whose manifest then says that it is so."""
+    path = bundle / name
+    path.write_text(change(path.read_text()))
+    manifest = Manifest.load(bundle)
+    manifest.files[name] = FileRef.of(path)
+    manifest.save(bundle)
+
+
 def test_every_op_reads_what_is_there_before_it(inspection: Inspection) -> None:
     for part in inspection.parts:
         known = {*part.inputs, *(state.name for state in part.states), *(weight.name for weight in part.weights)}
@@ -41,6 +53,18 @@ def test_every_op_reads_what_is_there_before_it(inspection: Inspection) -> None:
             known |= {*op.outputs}
         assert known == {*part.values} and {*part.outputs} <= known
         assert len({op.path for op in part.ops}) == len(part.ops)
+
+
+def test_dynamic_dims_are_named(inspection: Inspection) -> None:
+    shapes = [value.shape for part in inspection.parts for value in part.values.values()]
+    named = {dim for shape in shapes for dim in shape if isinstance(dim, str)}
+    for profile in inspection.profiles.values():
+        assert named - {*profile.dims} == {"4*T"}  # of the draft head: the streams of each token
+        assert profile.dims.keys() == profile.step.dims.keys()
+    steps = {name: profile.step.dims for name, profile in inspection.profiles.items()}
+    pools = {"max_blocks": 8, "num_blocks": 8, "num_slots": 1}
+    assert steps[DECODE] == {"T": 1, "B": 1, "B_plus_1": 2, "L": 1, **pools}
+    assert steps[PREFILL] == {"T": 8, "B": 1, "B_plus_1": 2, "L": 1, **pools, "max_blocks": 1, "num_blocks": 1}
 
 
 def test_ops_of_several_nodes_and_results(inspection: Inspection) -> None:
@@ -68,8 +92,8 @@ def test_states_know_who_uses_them(inspection: Inspection) -> None:
     assert not ring.is_paged and ring.sequence_bytes == ring.row_bytes
 
 
-def test_weights_come_from_the_checkpoint(inspection: Inspection, engine_bundle: Path) -> None:
-    stored = Checkpoint.open(engine_bundle.parent / "checkpoint").names
+def test_weights_come_from_the_checkpoint(inspection: Inspection, mtp_checkpoint: Path) -> None:
+    stored = Checkpoint.open(mtp_checkpoint).names
     for part in inspection.parts:
         for weight in part.weights:
             assert {*weight.sources} <= {*stored} and weight.read_by, weight.name
@@ -96,6 +120,8 @@ def test_costs_add_up(inspection: Inspection, engine_bundle: Path) -> None:
                 assert sum(each.weight_bytes for each in parts) == cost.weight_bytes
             bandwidth = DEVICES["sm121"].bytes_per_second
             assert (total.seconds or 0) >= cost.memory_bytes / bandwidth * 0.999
+        resident = sum(component.weight_bytes for component in part.components)
+        assert resident == sum(weight.num_bytes for weight in part.weights)
 
 
 def test_steps_are_those_asked_for(engine_bundle: Path) -> None:
@@ -115,7 +141,7 @@ def test_steps_are_those_asked_for(engine_bundle: Path) -> None:
     ],
 )
 def test_steps_that_the_bundle_has_no_room_for(engine_bundle: Path, request_: StepRequest, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=f"{engine_bundle}: {message}"):
         inspect_bundle(engine_bundle, request_)
 
 
@@ -146,6 +172,31 @@ def test_plugins_and_fused_ops_in_the_engine(inspection: Inspection) -> None:
     assert model.engine.num_bytes > 100_000 and model.engine.scratch_bytes[PREFILL] > 0
 
 
+@pytest.mark.trt
+def test_what_the_build_reported_is_passed_on(inspection: Inspection, engine_bundle: Path) -> None:
+    manifest = Manifest.load(engine_bundle)
+    assert manifest.draft is not None
+    assert [part.passes for part in inspection.parts] == [manifest.passes, manifest.draft.passes]
+    for part, folder in zip(inspection.parts, ("", "mtp"), strict=True):
+        report, engine = json.loads((engine_bundle / folder / "layers.json").read_text()), part.engine
+        assert engine is not None
+        for name in ("activation_bytes", "scratch_bytes", "constant_bytes", "unread"):
+            assert getattr(engine, name) == report[name], name
+        for layer, told in zip(engine.layers, report["layers"], strict=True):
+            assert (layer.name, layer.tactic, layer.plugin) == (told["name"], told.get("tactic"), told.get("plugin"))
+            assert [asdict(tensor) for tensor in layer.inputs] == told["inputs"]
+
+
+def test_values_that_are_outputs_for_debugging(copy: Path) -> None:
+    manifest = Manifest.load(copy)
+    assert manifest.draft is not None
+    of_draft = replace(manifest.draft, debug_outputs=(TensorSpec("mtp.view", ("T", 4), "float32"),))
+    replace(manifest, debug_outputs=(TensorSpec("cat", ("T", 4), "float32"),), draft=of_draft).save(copy)
+    parts = inspect_bundle(copy, StepRequest()).parts
+    assert [part.debug_outputs for part in parts] == [["cat"], ["mtp.view"]]
+    assert format_inspection(inspect_bundle(copy, StepRequest())).count("1 values are outputs too, for debugging") == 2
+
+
 def test_lines_that_were_not_read_are_warned_of(copy: Path) -> None:
     rewrite(copy, "layers.json", lambda text: json.dumps(json.loads(text) | {"unread": ["Name: odd", "and more"]}))
     (warning,) = inspect_bundle(copy, StepRequest()).warnings
@@ -155,10 +206,9 @@ def test_lines_that_were_not_read_are_warned_of(copy: Path) -> None:
 # --- other bundles ---------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_without_engine_has_no_floors(float_bundle: Path) -> None:
-    inspection = inspect_bundle(float_bundle, StepRequest())
-    (model,) = inspection.parts
-    assert inspection.target is None and model.engine is None
+def test_a_bundle_without_engine_has_no_floors(float_inspection: Inspection) -> None:
+    (model,) = float_inspection.parts
+    assert float_inspection.target is None and model.engine is None
     assert all(op.engine_layers == {} and op.costs[DECODE].seconds is None for op in model.ops)
     assert sum(op.costs[DECODE].share for op in model.ops) == pytest.approx(1)
     assert {op.costs[DECODE].bound for op in model.ops} == {"none"}

@@ -7,24 +7,19 @@ from pathlib import Path
 
 import bundles
 import pytest
-from inspection_bundles import no_estimates
 
 from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
 from qwen4exp_trt.builder.inspection.diff import ABSENT, Difference, format_differences, list_differences
 from qwen4exp_trt.builder.inspection.document import Inspection, Op
+from qwen4exp_trt.builder.plan_report import size
 
 
 @pytest.fixture(scope="module")
-def float_inspection(float_bundle: Path) -> Inspection:
-    return inspect_bundle(float_bundle, StepRequest())
-
-
-@pytest.fixture(scope="module")
-def fp8_inspection(float_bundle: Path) -> Inspection:
+def fp8_inspection(mtp_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Inspection:
     """As `float_inspection`, with an FP8 KV cache and a longer context."""
     options = {"kv_cache_dtype": "fp8", "max_seq_len": 128, "draft_head": "none"}
-    with no_estimates():
-        bundle = bundles.build(float_bundle.parent / "checkpoint", float_bundle.parent / "fp8", **options)
+    with bundles.quick_builds():
+        bundle = bundles.build(mtp_checkpoint, tmp_path_factory.mktemp("fp8") / "bundle", **options)
     return inspect_bundle(bundle, StepRequest(context=63))
 
 
@@ -49,8 +44,13 @@ def test_options_states_and_bytes(float_inspection: Inspection, fp8_inspection: 
     )
     decode = facts(differences, "model: ops in decode")
     assert [*decode] == ["layers.1.self_attn.qsa_attention"]  # a longer limit costs a step nothing
+    # 19 tokens of 16 and an open group are read, one is written: of 256 or 64 bytes, beside 144 of weights.
+    assert decode == {"layers.1.self_attn.qsa_attention": ("5.26 kB, 4.86 kFLOP", "1.42 kB, 4.86 kFLOP")}
+    assert facts(differences, "model: ops in prefill").keys() == decode.keys()
     assert facts(differences, "model: a step").keys() == {"decode", "prefill"}
     assert facts(differences, "model: ops") == {} and facts(differences, "model: weights") == {}
+    others = list_differences(float_inspection, fp8_inspection, "layers.0.*")
+    assert {each.section for each in others} == {"options", "limits", "model: a step"}
 
 
 def test_an_engine_and_a_draft_head_more(inspection: Inspection, float_inspection: Inspection) -> None:
@@ -58,6 +58,8 @@ def test_an_engine_and_a_draft_head_more(inspection: Inspection, float_inspectio
     assert facts(differences, "parts") == {"draft head": ("there", ABSENT)}
     engine = facts(differences, "model: engine")
     assert engine["target"] == ("sm121", ABSENT) and engine["size"][1] == ABSENT
+    weights = facts(differences, "model: weights")
+    assert weights["embed_tokens.weight"] == ("bfloat16[384, 32], 24.00 KiB", "float32[384, 32], 48.00 KiB")
     layers = facts(differences, "model: engine layers in decode")
     assert layers["layers.0.mlp.moe"] == ("custom_layer", ABSENT)
     assert facts(differences, "model: ops")["layers.0.mlp.moe"] == (
@@ -66,14 +68,19 @@ def test_an_engine_and_a_draft_head_more(inspection: Inspection, float_inspectio
     )
 
 
+def change_model(inspection: Inspection, **change: object) -> Inspection:
+    """With other fields of the model."""
+    model, *others = inspection.parts
+    return replace(inspection, parts=[replace(model, **change), *others])  # type: ignore[arg-type]
+
+
 def change_op(inspection: Inspection, path: str, change: dict[str, object]) -> Inspection:
     """With other fields of one op of the model."""
 
     def changed(op: Op) -> Op:
         return replace(op, **change) if op.path == path else op  # type: ignore[arg-type]
 
-    model, *others = inspection.parts
-    return replace(inspection, parts=[replace(model, ops=[changed(op) for op in model.ops]), *others])
+    return change_model(inspection, ops=[changed(op) for op in inspection.parts[0].ops])
 
 
 def test_ops_that_only_one_has_and_ops_under_another_name(inspection: Inspection) -> None:
@@ -83,8 +90,7 @@ def test_ops_that_only_one_has_and_ops_under_another_name(inspection: Inspection
     (difference,) = list_differences(inspection, renamed)
     assert (difference.section, difference.name) == ("model: ops", moe)
     assert difference.other == "q4e.nvfp4_moe (plugin) -> bf16[T, 32]"
-    without = replace(model, ops=[op for op in model.ops if op.path != moe])
-    fewer = replace(inspection, parts=[without, *inspection.parts[1:]])
+    fewer = change_model(inspection, ops=[op for op in model.ops if op.path != moe])
     (gone,) = list_differences(inspection, fewer)
     assert (gone.this, gone.other) == ("q4e.moe (plugin) -> bf16[T, 32]", ABSENT)
     (new,) = list_differences(fewer, inspection)
@@ -92,16 +98,43 @@ def test_ops_that_only_one_has_and_ops_under_another_name(inspection: Inspection
     assert list_differences(inspection, fewer, "layers.1.*") == []
 
 
-def test_a_fusion_is_a_difference(inspection: Inspection) -> None:
+@pytest.mark.parametrize("profile", ["decode", "prefill"])
+def test_a_fusion_is_a_difference(inspection: Inspection, profile: str) -> None:
     model = inspection.parts[0]
     assert model.engine is not None
     moe = next(op for op in model.ops if op.path == "layers.0.mlp.moe")
-    (index,) = moe.engine_layers["decode"]
+    (index,) = moe.engine_layers[profile]
     layers = list(model.engine.layers)
     layers[index] = replace(layers[index], ops=[moe.path, "layers.0.mlp.other"])
-    fused = replace(model, engine=replace(model.engine, layers=layers))
-    (difference,) = list_differences(inspection, replace(inspection, parts=[fused, *inspection.parts[1:]]))
-    assert difference == Difference("model: engine layers in decode", moe.path, "custom_layer", "custom_layer of 2 ops")
+    (difference,) = list_differences(inspection, change_model(inspection, engine=replace(model.engine, layers=layers)))
+    section = f"model: engine layers in {profile}"
+    assert difference == Difference(section, moe.path, "custom_layer", "custom_layer of 2 ops")
+
+
+def test_facts_of_a_whole_part_are_compared(inspection: Inspection) -> None:
+    model = inspection.parts[0]
+    engine, first = model.engine, model.passes[0]
+    assert engine is not None
+    memory, count = engine.activation_bytes, sum(layer.profile == "prefill" for layer in engine.layers)
+    changes: list[tuple[dict[str, object], tuple[str, str, str, str]]] = [
+        (
+            {"passes": [{**first, "rewrites": 99}, *model.passes[1:]]},
+            ("model: passes", first["name"], f"{first['rewrites']} rewrites", "99 rewrites"),
+        ),
+        ({"debug_outputs": ["cat"]}, ("model: outputs for debugging", "cat", ABSENT, "there")),
+        (
+            {"engine": replace(engine, activation_bytes={**memory, "decode": 1024})},
+            ("model: engine", "activations in decode", size(memory["decode"]), "1.00 KiB"),
+        ),
+        (
+            {"engine": replace(engine, layers=[*engine.layers, engine.layers[-1]])},
+            ("model: engine", "layers in prefill", str(count), str(count + 1)),
+        ),
+    ]
+    for change, expected in changes:
+        assert list_differences(inspection, change_model(inspection, **change)) == [Difference(*expected)]
+    newer = replace(inspection, plugins={**inspection.plugins, "moe": inspection.plugins["moe"] + 1})
+    assert [(each.section, each.name) for each in list_differences(inspection, newer)] == [("ops", "moe")]
 
 
 def test_layers_that_differ_alike_are_one_row() -> None:

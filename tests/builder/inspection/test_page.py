@@ -1,22 +1,21 @@
-"""The page of ``qwen4exp-inspect --html`` in a headless browser: the demo's, and those of unusual documents."""
+"""The page of ``qwen4exp-inspect --html`` in a headless browser, of a tiny model and of unusual documents."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, Page, open_browser
-from bundles import DEMO_CHECKPOINT, build, config_dict
+from browser import Page
+from inspection_page import OpenPage, all_of, op_with, panel_title, select
 from released_model import RELEASED_CONFIG
 
 from qwen4exp_trt.builder.build import build_bundle
 from qwen4exp_trt.builder.inspection.bundle import StepRequest, inspect_bundle
-from qwen4exp_trt.builder.inspection.document import CostInfo, Inspection, Part
+from qwen4exp_trt.builder.inspection.document import Inspection
 from qwen4exp_trt.builder.inspection.page import render_page
 from qwen4exp_trt.builder.options import BuildOptions
 
@@ -26,81 +25,17 @@ MAX_PAGE_BYTES = 5 * 2**20
 """Of the released model's: small enough to send by mail."""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with open_browser() as browser:
-        yield browser
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, quick_builds: None) -> Inspection:
-    folder = tmp_path_factory.mktemp("demo") / "bundle"
-    build_bundle(BuildOptions(checkpoint=DEMO_CHECKPOINT, output=folder, config_only=True, max_seq_len=512))
-    return inspect_bundle(folder, StepRequest())
-
-
-OpenPage = Callable[..., Page]
-
-
-@pytest.fixture
-def open_page(browser: Browser, tmp_path: Path) -> Iterator[OpenPage]:
-    """Opens the page of a document. After the test it must have complained about nothing and loaded nothing."""
-    pages: list[Page] = []
-
-    def open_page(document: Inspection, **options: Any) -> Page:
-        path = tmp_path / "page.html"
-        path.write_text(render_page(document), encoding="utf-8")
-        pages.append(browser.open(path, **options))
-        return pages[-1]
-
-    yield open_page
-    for page in pages:
-        page.evaluate("0")
-        assert page.errors == []
-        assert {re.sub("[?#].*", "", url) for url in page.requests} == {(tmp_path / "page.html").as_uri()}
-
-
-def panel_title(page: Page) -> str:
-    """Without the line breaks that its width makes."""
-    return page.text("#panel-title").replace("\n", "")
-
-
-def all_of(page: Page, selector: str, of: str) -> list[Any]:
-    """The JavaScript expression ``of`` for each element ``e``."""
-    return page.evaluate(f"[...document.querySelectorAll({json.dumps(selector)})].map(e => {of})")
-
-
-def op_with(part: Part, op: str) -> Any:
-    return next(each for each in part.ops if each.op == op)
-
-
-def shown_costs(page: Page) -> dict[str, list[str]]:
-    """The rows of the panel's table by their titles, a column a profile."""
-    rows = all_of(page, "#panel-costs tr", "[...e.cells].map(c => c.innerText)")
-    return {title: values for title, *values in rows}
-
-
-def as_number(text: str) -> float:
-    """What a figure of the page says, without its unit: 1.35 of "1.35 MB" is 1.35e6."""
-    number, _, unit = text.partition(" ")
-    prefixes = {"n": 1e-9, "µ": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
-    return float(number.replace(",", "")) * (prefixes.get(unit[0], 1.0) if unit and unit != "B" else 1.0)
-
-
-def select(page: Page, path: str) -> None:
-    page.evaluate(f"location.hash = {json.dumps('#op=' + path)}")
-    page.evaluate("new Promise(done => setTimeout(done, 50))")
-
-
-def test_the_graph_has_every_op_state_and_tensor(demo: Inspection, open_page: OpenPage) -> None:
-    page = open_page(demo)
-    for part in demo.parts:
+def test_the_graph_has_every_op_state_and_tensor(inspection: Inspection, open_page: OpenPage) -> None:
+    page = open_page(inspection)
+    for part in inspection.parts:
         page.click(f'[data-part="{part.name}"]')
         blocks = page.count(".fold")
         assert page.count(".op") == 0 and blocks >= len({op.layer for op in part.ops})
         page.click("#unfold-all")
         drawn = all_of(page, ".op", "e.dataset.op")
         assert sorted(drawn) == sorted(op.path for op in part.ops)
+        plugins = all_of(page, ".op.plugin", "e.dataset.op")
+        assert sorted(plugins) == sorted(op.path for op in part.ops if op.kind == "plugin")
         states = all_of(page, ".state", "e.dataset.state")
         assert sorted(states) == sorted(state.name for state in part.states)
         flowing = {name for op in part.ops for name in op.inputs if part.values[name].kind == "result"}
@@ -110,15 +45,18 @@ def test_the_graph_has_every_op_state_and_tensor(demo: Inspection, open_page: Op
         assert (page.count(".op"), page.count(".fold")) == (0, blocks)
 
 
-def test_boxes_do_not_overlap_and_edges_go_down(demo: Inspection, open_page: OpenPage) -> None:
-    page = open_page(demo)
+def test_boxes_do_not_overlap_and_edges_go_down(inspection: Inspection, open_page: OpenPage) -> None:
+    page = open_page(inspection)
     page.click("#unfold-all")
+    widths = dict(all_of(page, ".edge[data-value]", "[e.dataset.value, +e.getAttribute('stroke-width')]"))
+    stack, mixed = (f"layers.1.mlp_hyper_connection.hc_read.{name}" for name in ("combined", "mixed"))
+    assert widths[stack] > widths[mixed] > 1  # of four streams, and of one
     boxes = all_of(page, ".op .box", "e.getBoundingClientRect().toJSON()")
     for i, one in enumerate(boxes):
         for other in boxes[i + 1 :]:
             is_apart_x = one["right"] <= other["left"] or other["right"] <= one["left"]
             assert is_apart_x or one["bottom"] <= other["top"] or other["bottom"] <= one["top"]
-    part, tops = demo.parts[0], dict(zip([op.path for op in drawn_ops(demo, page)], boxes, strict=True))
+    part, tops = inspection.parts[0], dict(zip([op.path for op in drawn_ops(inspection, page)], boxes, strict=True))
     maker = {name: op.path for op in part.ops for name in op.outputs}
     for op in part.ops:
         for name in op.inputs:
@@ -131,33 +69,8 @@ def drawn_ops(document: Inspection, page: Page) -> list[Any]:
     return [by_path[path] for path in all_of(page, ".op", "e.dataset.op")]
 
 
-def test_a_click_opens_the_panel_with_the_figures_of_the_document(demo: Inspection, open_page: OpenPage) -> None:
-    page, op = open_page(demo), op_with(demo.parts[0], "q4e.qsa_attention")
-    title = f"layers.{op.layer}"
-    page.click(f'[aria-label^="{title},"]')
-    page.click(f'[data-op="{op.path}"]')
-    assert panel_title(page) == op.path
-    costs = shown_costs(page)
-    assert costs["A step"] == list(demo.profiles)
-    for i, profile in enumerate(demo.profiles):
-        cost: CostInfo = op.costs[profile]
-        assert cost.seconds is not None
-        figures = {"Weights read": cost.weight_bytes, "States moved": cost.state_bytes, "FLOPs": cost.flops}
-        for name, value in {**figures, "Activations": cost.activation_bytes, "Roofline": cost.seconds}.items():
-            assert as_number(costs[name][i]) == pytest.approx(value, rel=0.006)
-        assert costs["Bound by"][i] == cost.bound
-    links = all_of(page, "#panel [data-link]", "e.dataset.link")
-    assert set(links) >= {name for name in op.inputs if demo.parts[0].values[name].kind != "result"}
-    assert all(node.name in page.text("#panel") for node in op.onnx_nodes)
-    engine = demo.parts[0].engine
-    assert engine is not None and op.engine_layers["decode"]
-    assert all(engine.layers[i].type in page.text("#panel") for i in op.engine_layers["decode"])
-    page.press("Escape")
-    assert page.count("#panel-title") == 0
-
-
-def test_links_of_the_panel_lead_along_the_tensors(demo: Inspection, open_page: OpenPage) -> None:
-    page, part = open_page(demo), demo.parts[0]
+def test_links_of_the_panel_lead_along_the_tensors(inspection: Inspection, open_page: OpenPage) -> None:
+    page, part = open_page(inspection), inspection.parts[0]
     op = op_with(part, "q4e.gated_delta_rule")
     maker = next(each for each in part.ops if set(each.outputs) & set(op.inputs))
     select(page, op.path)
@@ -167,77 +80,22 @@ def test_links_of_the_panel_lead_along_the_tensors(demo: Inspection, open_page: 
     select(page, op.path)
     page.click(f'[data-link="{op.updates[0]}"]')
     assert f"Written by\n{op.path}" in page.text("#panel")
+    assert page.count(".edge.effect.near") == 1
     weight = next(weight for weight in part.weights if weight.read_by == [op.path])
     select(page, op.path)
     page.click(f'[data-link="{weight.name}"]')
     assert all_of(page, ".op.selected", "e.dataset.op") == [op.path]
 
 
-MEASURES: dict[str, Callable[[CostInfo], float]] = {
-    "time": lambda cost: cost.seconds or 0.0,
-    "bytes": lambda cost: cost.weight_bytes + cost.state_bytes,
-    "flops": lambda cost: cost.flops,
-}
-
-
-def test_bars_are_proportional(demo: Inspection, open_page: OpenPage) -> None:
-    page = open_page(demo)
-    for name, measure in MEASURES.items():
-        page.click(f'[data-measure="{name}"]')
-        names = all_of(page, "[data-component]", "e.dataset.component")
-        widths = all_of(page, ".component .fill", "e.getBoundingClientRect().width")
-        amounts = {each.name: measure(each.costs["decode"]) for each in demo.parts[0].components if each.num_ops}
-        assert names == sorted(amounts, key=amounts.__getitem__, reverse=True)
-        assert widths[0] > 100
-        for each, width in zip(names, widths, strict=True):
-            assert width == pytest.approx(widths[0] * amounts[each] / amounts[names[0]], abs=1.1)
-    page.click("#unfold-all")
-    widths = all_of(page, ".op .load", "+e.getAttribute('width')")
-    loads = dict(zip(all_of(page, ".op", "e.dataset.op"), widths, strict=True))
-    seconds = {op.path: op.costs["decode"].seconds or 0.0 for op in demo.parts[0].ops}
-    longest = max(seconds.values())
-    assert loads == pytest.approx({path: max(widths) * each / longest for path, each in seconds.items()})
-
-
-def test_a_component_filters_graph_and_tables(demo: Inspection, open_page: OpenPage) -> None:
-    page, part = open_page(demo), demo.parts[0]
-    component = part.components[-2].name
-    members = [op.path for op in part.ops if op.component == component]
-    assert 0 < len(members) < len(part.ops)
-    page.click("#unfold-all")
-    page.click(f'[data-component="{component}"]')
-    bright = all_of(page, ".op:not(.faded)", "e.dataset.op")
-    assert sorted(bright) == sorted(members)
-    page.click('[data-tab="layers"]')
-    assert page.count("#view tbody tr") == len(members)
-    page.click(f'[data-component="{component}"]')
-    assert page.count("#view tbody tr") == len(part.ops)
-
-
-def test_the_profile_changes_all_figures(demo: Inspection, open_page: OpenPage) -> None:
-    page, part = open_page(demo), demo.parts[0]
-    for profile in ("prefill", "decode"):
-        page.click(f'[data-profile="{profile}"]')
-        total = part.totals[profile]
-        assert total.seconds is not None
-        assert as_number(page.text("#step-time strong")) == pytest.approx(total.seconds, rel=0.006)
-        step = demo.profiles[profile].step
-        assert f"{step.num_tokens:,} new token" in page.text("#step-time")
-        tiles = page.text(".tiles").split("\n")
-        shown = dict(zip(tiles[::2], tiles[1::2], strict=True))
-        assert as_number(shown["FLOPs"]) == pytest.approx(total.flops, rel=0.006)
-        assert as_number(shown["Weights read"]) == pytest.approx(total.weight_bytes, rel=0.006)
-
-
-def test_search_finds_ops_tensors_weights_and_states(demo: Inspection, open_page: OpenPage) -> None:
-    page = open_page(demo)
+def test_search_finds_ops_tensors_weights_and_states(inspection: Inspection, open_page: OpenPage) -> None:
+    page = open_page(inspection)
     page.press("/")
     page.type("QSA self_attn attention")
     matches = all_of(page, "#matches .path", "e.innerText")
     assert all("self_attn" in path for path in matches)
-    expected = [op.path for part in demo.parts for op in part.ops if op.op == "q4e.qsa_attention"]
+    expected = [op.path for part in inspection.parts for op in part.ops if op.op == "q4e.qsa_attention"]
     assert [path for path in matches if path.endswith("qsa_attention")] == expected
-    layers = {op.layer for op in demo.parts[0].ops if op.op == "q4e.qsa_attention"}
+    layers = {op.layer for op in inspection.parts[0].ops if op.op == "q4e.qsa_attention"}
     assert len(layers) == page.count(".fold.match") < page.count(".fold")
     page.press("ArrowDown")
     page.press("Enter")
@@ -250,6 +108,13 @@ def test_search_finds_ops_tensors_weights_and_states(demo: Inspection, open_page
         assert kind in page.text("#matches li small")
         page.press("Enter")
         assert query in panel_title(page)
+    merged = next(weight for weight in inspection.parts[0].weights if len(weight.sources) > 1)
+    page.press("/")
+    page.evaluate("document.activeElement.value = ''")
+    page.type(merged.sources[1])
+    page.press("Enter")
+    assert panel_title(page) == merged.name
+    assert merged.sources[1] in page.text("#panel").replace("\n", "")
     page.press("/")
     page.type("no such thing")
     assert page.text("#matches") == "nothing found"
@@ -257,8 +122,8 @@ def test_search_finds_ops_tensors_weights_and_states(demo: Inspection, open_page
     assert page.evaluate("document.getElementById('search').value") == ""
 
 
-def test_keys_walk_through_the_graph(demo: Inspection, open_page: OpenPage) -> None:
-    page, ops = open_page(demo), demo.parts[0].ops
+def test_keys_walk_through_the_graph(inspection: Inspection, open_page: OpenPage) -> None:
+    page, ops = open_page(inspection), inspection.parts[0].ops
     select(page, ops[0].path)
     for op in (ops[1], ops[2], ops[3]):
         page.press("ArrowDown")
@@ -277,48 +142,25 @@ def test_keys_walk_through_the_graph(demo: Inspection, open_page: OpenPage) -> N
     assert page.evaluate("document.querySelector('.block.open').dataset.block") == "b1"
 
 
-def test_the_address_says_what_is_shown(demo: Inspection, open_page: OpenPage) -> None:
-    page, part = open_page(demo), demo.parts[1]
+def test_the_address_says_what_is_shown(inspection: Inspection, open_page: OpenPage) -> None:
+    page, part = open_page(inspection), inspection.parts[1]
     page.click('[data-profile="prefill"]')
     page.click(f'[data-part="{part.name}"]')
     page.click('[data-tab="layers"]')
     op = part.ops[len(part.ops) // 2]
     page.click(f'[data-row="{op.path}"]')
-    again = open_page(demo, hash=page.evaluate("location.hash"))
+    again = open_page(inspection, hash=page.evaluate("location.hash"))
     for each in (page, again):
         assert panel_title(each) == op.path
         assert each.text('[data-part][aria-pressed="true"]') == "Draft head"
         assert each.text('[data-profile][aria-pressed="true"]') == "Prefill"
         assert each.text('[role="tab"][aria-selected="true"]') == "Layers"
-    assert open_page(demo, hash="#part=none&op=none&tab=none&profile=none&component=none").count(".fold") > 0
+    assert open_page(inspection, hash="#part=none&op=none&tab=none&profile=none&component=none").count(".fold") > 0
 
 
-def test_tables_hold_everything_and_sort(demo: Inspection, open_page: OpenPage) -> None:
-    page, part = open_page(demo), demo.parts[0]
-    assert part.engine is not None
-    in_decode = [layer for layer in part.engine.layers if layer.profile == "decode"]
-    for tab, rows in {"layers": part.ops, "states": part.states, "weights": part.weights, "engine": in_decode}.items():
-        page.click(f'[data-tab="{tab}"]')
-        assert page.count("#view tbody tr") == len(rows)
-    page.click('[data-tab="weights"]')
-    page.click("#view th:nth-child(4) button")
-    names = all_of(page, "#view tbody tr", "e.dataset.row")
-    sizes = {weight.name: weight.num_bytes for weight in part.weights}
-    assert [sizes[name] for name in names] == sorted(sizes.values(), reverse=True)
-    page.click("#view th:nth-child(4) button")
-    again = all_of(page, "#view tbody tr", "e.dataset.row")
-    assert [sizes[name] for name in again] == sorted(sizes.values())
-    ten = replace(part.weights[0], name="layers.10.weight", read_by=[])
-    page = open_page(replace(demo, parts=[replace(part, weights=[ten, *part.weights])]), hash="#tab=weights")
-    page.click("#view th:nth-child(1) button")
-    names = all_of(page, "#view tbody tr", "e.dataset.row")
-    numbers = [int(found[1]) for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
-    assert numbers == sorted(numbers) and numbers[-1] == 10
-
-
-def test_it_fits_the_window(demo: Inspection, open_page: OpenPage) -> None:
+def test_it_fits_the_window(inspection: Inspection, open_page: OpenPage) -> None:
     for width, scheme in ((1280, "light"), (1920, "dark")):
-        page = open_page(demo, width=width, height=width * 9 // 16, scheme=scheme)
+        page = open_page(inspection, width=width, height=width * 9 // 16, scheme=scheme)
         page.click("#unfold-all")
         assert page.evaluate("document.documentElement.scrollWidth") == width
         assert page.evaluate("(e => e.scrollWidth - e.clientWidth)(document.getElementById('view'))") <= 0
@@ -327,8 +169,8 @@ def test_it_fits_the_window(demo: Inspection, open_page: OpenPage) -> None:
         assert (text < back) == (scheme == "light") and abs(text - back) > 400
 
 
-def test_it_prints_without_controls(demo: Inspection, open_page: OpenPage) -> None:
-    page = open_page(demo)
+def test_it_prints_without_controls(inspection: Inspection, open_page: OpenPage) -> None:
+    page = open_page(inspection)
     assert page.evaluate("document.querySelector('.search').checkVisibility()")
     page.call("Emulation.setEmulatedMedia", media="print", features=[])
     controls = all_of(page, ".search, .switch, .tools, .tabs", "e.checkVisibility()")
@@ -337,22 +179,24 @@ def test_it_prints_without_controls(demo: Inspection, open_page: OpenPage) -> No
     assert page.pdf().startswith(b"%PDF")
 
 
-def test_no_text_becomes_markup(demo: Inspection, open_page: OpenPage) -> None:
-    hostile = "</script><img src=x onerror=\"document.title='run'\"><!--<script> & \u2028 @css@"
-    part = demo.parts[0]
+def test_no_text_becomes_markup(inspection: Inspection, open_page: OpenPage) -> None:
+    hostile = "</title></script><img src=x onerror=\"document.title='run'\"><!--<script> & \u2028 @css@"
+    part = inspection.parts[0]
     assert part.engine is not None
     layers = [replace(part.engine.layers[0], name=hostile, ops=[], inspector={"Metadata": hostile})]
     op = replace(part.ops[0], path=hostile, engine_layers={"decode": [0]})
     others = [replace(each, engine_layers={}) for each in part.ops[1:]]
     document = replace(
-        demo,
+        inspection,
         bundle=f"/x/{hostile}",
-        options={**demo.options, "precision": hostile},
+        options={**inspection.options, "precision": hostile},
+        warnings=[hostile],
         parts=[replace(part, ops=[op, *others], engine=replace(part.engine, layers=layers))],
     )
     page = open_page(document)
-    assert page.evaluate("document.title").startswith("/x/</script>")
-    assert hostile in page.evaluate("document.getElementById('facts').textContent")
+    assert page.evaluate("document.title").startswith("/x/</title></script>")
+    facts = all_of(page, "#facts dt", "e.textContent")
+    assert facts[-1] == "warning" and all_of(page, "#facts dd", "e.textContent")[-1] == hostile
     page.click("#unfold-all")
     page.click(".op")
     assert page.evaluate("document.getElementById('panel-title').textContent") == hostile
@@ -361,28 +205,6 @@ def test_no_text_becomes_markup(demo: Inspection, open_page: OpenPage) -> None:
     page.type("<img src=x")
     assert hostile in page.evaluate("document.querySelector('#matches .path').textContent")
     assert page.count("img") == 0
-
-
-def test_one_layer_without_engine_and_draft_head(tmp_path: Path, quick_builds: None, open_page: OpenPage) -> None:
-    layers = {"num_hidden_layers": 1, "layer_types": ["linear_attention"], "ple_layer_ids": []}
-    (tmp_path / "config.json").write_text(json.dumps(config_dict() | layers))
-    document = inspect_bundle(build(tmp_path, tmp_path / "bundle", config_only=True), StepRequest())
-    part = document.parts[0]
-    assert document.target is None and part.engine is None and len(document.parts) == 1
-    page = open_page(document)
-    assert page.count("[data-part]") == 0 and "no engine" in page.text(".tiles")
-    assert as_number(page.text("#step-time strong")) == pytest.approx(
-        part.totals["decode"].weight_bytes + part.totals["decode"].state_bytes, rel=0.006
-    )
-    assert page.count('[data-measure="time"]') == 0
-    page.click("#unfold-all")
-    assert page.count(".op") == len(part.ops)
-    page.click(".op")
-    assert shown_costs(page)["Roofline"] == ["unknown", "unknown"]
-    page.click('[data-tab="engine"]')
-    assert page.text("#view") == "No engine."
-    empty = replace(part, ops=[], states=[], weights=[], components=[], values={}, inputs=[], outputs=[])
-    assert open_page(replace(document, parts=[empty])).count(".fold") == 0
 
 
 @pytest.mark.slow
