@@ -223,6 +223,14 @@ def test_flags_are_printed_in_one_line(bundle: Path, capsys: pytest.CaptureFixtu
     assert "--compute-capabilities" not in printed
 
 
+def test_constants_are_no_inputs_of_a_part(bundle: Path) -> None:
+    graph = onnx.load(bundle / "decoder.onnx").graph
+    module = "hyper_connection_mixer"
+    constants = {tensor.name for tensor in graph.initializer if tensor.name.startswith(f"{module}.")}
+    inputs = {flag.partition(":")[0] for flag in extract_flags(bundle / "decoder.onnx", module)}
+    assert constants and not constants & inputs
+
+
 def test_convert_flags_need_a_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--convert-flags", str(tmp_path / "decoder.onnx")]) == 2
     assert "not a bundle, it has no manifest.json" in capsys.readouterr().err
