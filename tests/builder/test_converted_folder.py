@@ -137,7 +137,7 @@ def test_a_killed_conversion_is_resumed(
 ) -> None:
     """What was being written stays under a name of its own until it is old."""
     command = [sys.executable, "-c", KILLED, str(checkpoint_dir), str(folder.path)]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS / "support"), str(TESTS.parent / "src")])}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "writing\n"
         process.send_signal(signal.SIGKILL)

@@ -60,8 +60,10 @@ def test_decode_steps_are_compared_on_the_same_tokens(bundle: LoadedBundle, monk
         chosen.append(int(tokens[0]))
         ran.append(ids[0])
         token = number - first_decode + 1
-        if token < 1 or token == 12:
-            errors.append(0.5 if token == 12 else 0)
+        if token < 1:
+            return 3 * logits
+        if token == 12:
+            errors.append(0.5)
             return 1.5 * logits
         if token not in (9, 11):
             return logits

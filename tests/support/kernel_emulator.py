@@ -29,7 +29,7 @@ from qwen4exp_trt.plugins.kernels import (
 from qwen4exp_trt.plugins.spec import OpSpec, element_shape
 
 EMULATOR = Path(__file__).parent / "emulator" / "cuda_emulator.h"
-BUILD = Path(__file__).parent.parent / "build" / "emulator"
+BUILD = Path(__file__).parents[2] / "build" / "emulator"
 NUM_SMS = 4
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", "-DQ4E_EMULATE", "-fno-gnu-unique"]
 SHARED_HEADER = SOURCES / "include" / "q4e.cuh"

@@ -25,7 +25,7 @@ from qwen4exp_trt.builder.engine import EngineBuild
 from qwen4exp_trt.builder.options import BuildOptions
 from qwen4exp_trt.frontend.export import export_draft_program, export_program
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHAT_TEMPLATE = ROOT / "tests" / "fixtures" / "chat_template.jinja"
 DEMO_CHECKPOINT = ROOT / "demo" / "checkpoint"
 HELDOUT_TEXT = ROOT / "demo" / "heldout.txt"

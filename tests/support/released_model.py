@@ -14,7 +14,7 @@ from qwen4exp_trt.frontend.weights import expected_weights
 from qwen4exp_trt.runtime.program import Program
 from qwen4exp_trt.runtime.weight_formats import WeightFormat
 
-RELEASED_CONFIG = Path(__file__).parent / "fixtures" / "released_config.json"
+RELEASED_CONFIG = Path(__file__).parents[1] / "fixtures" / "released_config.json"
 BLOCK_SIZE = 64
 
 
