@@ -31,6 +31,7 @@ from qwen4exp_trt.runtime.backend import EagerBackend
 from qwen4exp_trt.runtime.bench.filled_states import fill_states
 from qwen4exp_trt.runtime.bench.random_weights import RandomWeights
 from qwen4exp_trt.runtime.bench.rates import Bandwidth, measure_bandwidth
+from qwen4exp_trt.runtime.drafts.acceptance import RequestAcceptance
 from qwen4exp_trt.runtime.drafts.config import SpeculativeConfig
 from qwen4exp_trt.runtime.drafts.drafting import Drafting
 from qwen4exp_trt.runtime.drafts.mtp_proposer import MtpProposer
@@ -120,6 +121,8 @@ class Model(FullSizeModel):
             start = time.perf_counter()
             core.step()
             seconds.append(time.perf_counter() - start)
+            for sequence in sequences:
+                sequence.acceptance = RequestAcceptance()  # drafts go on although they are in vain
         for sequence in sequences:
             assert sequence.error is None and len(sequence.draft_token_ids) == (0 if kind == "plain" else NUM_DRAFTS)
             core.abort(sequence)
