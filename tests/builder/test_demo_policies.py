@@ -110,13 +110,7 @@ def load(bundle: Path) -> LLM:
     return LLM(bundle)
 
 
-@pytest.fixture(
-    params=[
-        "bf16",
-        "nvfp4",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name not in ("bf16", "nvfp4")),
-    ]
-)
+@pytest.fixture(params=[pytest.param(name, marks=[] if name == "nvfp4" else [pytest.mark.slow]) for name in POLICIES])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Built once a session; all share the folder of converted weights."""
     base = tmp_path_factory.getbasetemp() / "demo-policies"

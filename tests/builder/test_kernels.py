@@ -67,11 +67,12 @@ def assert_no_spills(kernels: Iterable[Kernel], arch: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("part", range(2))
-def test_a_kernel_of_each_entry_spills_nothing(part: int) -> None:
-    """The last of each; all types and sizes are a slow test."""
-    of_entries = {(kernel.source, kernel.entry): kernel for kernel in released_kernels(DEVICES["sm121"].num_sms)}
-    assert_no_spills([*of_entries.values()][part::2], GB10)
+def test_a_kernel_of_each_entry_spills_nothing() -> None:
+    """The last of each that is not for many tokens; those, of which some compile for seconds, and all types and sizes
+    are a slow test."""
+    kernels = released_kernels(DEVICES["sm121"].num_sms)
+    of_entries = {(kernel.source, kernel.entry): kernel for kernel in kernels if "many" not in kernel.source}
+    assert_no_spills(of_entries.values(), GB10)
 
 
 @pytest.mark.slow

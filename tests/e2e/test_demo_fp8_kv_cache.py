@@ -33,6 +33,7 @@ def llms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LLM]:
     return {name: LLM(build(name), num_blocks=48) for name in ("auto", "fp8")}
 
 
+@pytest.mark.slow
 def test_perplexity_barely_changes(llms: dict[str, LLM]) -> None:
     text = bundles.HELDOUT_TEXT.read_text(encoding="utf-8")
     result = evaluate(llms["fp8"], text, window=WINDOW, max_tokens=WINDOW, base=llms["auto"])

@@ -46,22 +46,13 @@ def indexer(n_heads: int = 2, head_dim: int = 16, budget: int = 16, ratio: int =
 VARIANTS: dict[str, dict[str, Any]] = {
     "only_linear_layers": layers(LINEAR, LINEAR, ple=()) | {"eos_token_id": None},
     "only_full_layers": layers(FULL, FULL, ple=()),
-    "only_ple_on_a_linear_layer": layers(LINEAR),
     "no_ple": layers(LINEAR, FULL, ple=()),
     "two_ple_layers": layers(LINEAR, LINEAR, FULL, LINEAR, ple=(1, 4)),
     "alternating_layers": layers(LINEAR, FULL, LINEAR, FULL, ple=(3,)),
     "silu_output_gate": SMALL | {"output_gate_type": "silu"},
-    "no_norm_topk_prob": SMALL | {"norm_topk_prob": False},
-    "one_expert_per_token": SMALL | {"num_experts_per_tok": 1},
     "two_streams": SMALL | {"hc_count": 2},
-    "bigrams": SMALL | {"ngram_size": 2, "ple_conv_kernel_size": 2},
     "fourgrams": SMALL | {"ngram_size": 4, "ple_embed_dim": 96},
-    "eos_list": SMALL | {"eos_token_id": [EOS, 5, 7]},
-    "no_query_groups": SMALL | {"num_key_value_heads": 4, "linear_num_key_heads": 4},
-    "ratio_two_one_index_head": SMALL | indexer(n_heads=1, budget=8, ratio=2),
     "ratio_three_one_group": SMALL | indexer(n_heads=3, head_dim=24, budget=3, ratio=3),
-    "ratio_eight": SMALL | indexer(budget=32, ratio=8),
-    "rope_defaults": SMALL | {"rope_parameters": None},
     "quarter_rotary": SMALL | rope(rope_theta=1e7, partial_rotary_factor=0.25, mrope_section=[1, 1, 0]),
     "tied_embeddings": SMALL | {"tie_word_embeddings": True},
     "everything_again": layers(LINEAR, LINEAR, FULL, ple=(1, 2))
@@ -70,6 +61,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 MORE_VARIANTS: dict[str, dict[str, Any]] = {
+    "bigrams": SMALL | {"ngram_size": 2, "ple_conv_kernel_size": 2},
+    "eos_list": SMALL | {"eos_token_id": [EOS, 5, 7]},
+    "ratio_two_one_index_head": SMALL | indexer(n_heads=1, budget=8, ratio=2),
+    "rope_defaults": SMALL | {"rope_parameters": None},
+    "one_expert_per_token": SMALL | {"num_experts_per_tok": 1},
+    "no_norm_topk_prob": SMALL | {"norm_topk_prob": False},
+    "no_query_groups": SMALL | {"num_key_value_heads": 4, "linear_num_key_heads": 4},
+    "only_ple_on_a_linear_layer": layers(LINEAR),
+    "ratio_eight": SMALL | indexer(budget=32, ratio=8),
     "full_layer_first": layers(FULL, LINEAR, LINEAR, FULL, ple=(3,)),
     "default_output_gate": SMALL | {"output_gate_type": None},
     "all_experts": SMALL | {"num_experts_per_tok": 8},

@@ -103,7 +103,12 @@ def make_quantized(folder: Path, case: Case) -> QuantizedPair:
     return QuantizedPair(case, Pair(reference, llm, folder / "checkpoint"), finer)
 
 
-@pytest.fixture(scope="module", params=CASES)
+SLOW = ("NVFP4 experts, FP8 table", "mixed precision, dequantized", "FP8 to NVFP4")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
+)
 def quantized(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> QuantizedPair:
     return make_quantized(tmp_path_factory.mktemp("quantized"), CASES[request.param])
 

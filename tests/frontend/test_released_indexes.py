@@ -91,11 +91,12 @@ def released_headers(
     return headers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "count", "num_scales"),
     [
         pytest.param(nvfp4_headers, 299_545, 2, id="nvfp4"),
-        pytest.param(fp8_headers, 152_089, 1, id="fp8", marks=pytest.mark.slow),
+        pytest.param(fp8_headers, 152_089, 1, id="fp8"),
     ],
 )
 def test_released_indexes_are_resolved_fast(

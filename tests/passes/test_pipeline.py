@@ -67,7 +67,13 @@ def ops_of(program: Program) -> Counter[str]:
     return Counter(op_name(node.target).removesuffix(".default") for node in program.calls() if not is_getitem(node))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("two streams", "two n-gram embeddings") else [])
+        for name in CONFIGS
+    ],
+)
 def test_every_pass_keeps_the_function_of_a_tiny_model(name: str) -> None:
     """Executed before and after each pass: outputs of every step and all states, exactly or within its tolerance."""
     config, program = tiny_config(name), tiny_program(name)
