@@ -82,7 +82,7 @@ def test_kernels_spill_nothing(arch: str, part: int) -> None:
     assert_no_spills([*released_kernels(DEVICES["sm121"].num_sms)][part::PARTS], arch)
 
 
-@pytest.mark.parametrize("num_sms", [48, 132])
+@pytest.mark.parametrize("num_sms", [48, pytest.param(132, marks=pytest.mark.slow)])
 def test_steps_of_short_sequences_need_no_other_kernels(num_sms: int) -> None:
     """The block table of a step is as wide as its longest sequence; some launchers choose a kernel by that."""
     program, known = released_programs()[0], released_kernels(num_sms)

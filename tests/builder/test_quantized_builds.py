@@ -107,7 +107,7 @@ class Built:
     bundle: Path
 
 
-SLOW_BUILDS = ("mixed kept", "mixed to W4A4")
+SLOW_BUILDS = ("FP8 to NVFP4", "mixed kept", "mixed to W4A4")
 
 
 @pytest.fixture(

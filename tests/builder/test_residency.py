@@ -52,7 +52,9 @@ def texts_of(bundle: Path, prompts: list[str] = PROMPTS, max_tokens: int = 20, *
     return [output.outputs[0].token_ids for output in LLM(bundle, **options).generate(prompts, params)]
 
 
-@pytest.mark.parametrize("table", ["bf16", "fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "table", ["bf16", *(pytest.param(table, marks=pytest.mark.slow) for table in ("fp8", "nvfp4"))]
+)
 def test_residencies_of_a_table(table: str, checkpoint: Path, tmp_path: Path) -> None:
     write, options, table_weights = FORMATS[table]
     write(tmp_path / "checkpoint", checkpoint)

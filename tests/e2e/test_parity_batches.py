@@ -76,6 +76,7 @@ def serve_with_arrivals(core: EngineCore, arrivals: Sequence[int], max_tokens: S
     chunk=st.integers(1, 30),
     max_batch_size=st.integers(1, 6),
 )
+@pytest.mark.slow
 def test_arrival_order_changes_nothing(
     tiny: Pair, alone: list[Greedy], arrivals: list[int], max_tokens: list[int], chunk: int, max_batch_size: int
 ) -> None:

@@ -296,6 +296,7 @@ RELEASED_OPS = {
 }
 
 
+@pytest.mark.slow
 def test_the_released_model_goes_through_the_pipeline(released_export: ReleasedExport) -> None:
     before, start = released_export.program, time.perf_counter()
     after, _ = PassManager(make_pipeline(Quantization())).run(before)

@@ -53,7 +53,7 @@ def plan(op: str, tokens: int, rows: int, columns: int, num_sms: int) -> Plan:
         (9, 37, 640, 4),
         (17, 130, 256, 2),  # two blocks of rows, an odd number of tokens
         (70, 40, 192, 4),  # a tile, of which most rows do not exist
-        (130, 300, 512, 7),  # a tile whole, others in parts of K
+        pytest.param(130, 300, 512, 7, marks=pytest.mark.slow),  # a tile whole, others in parts of K
     ],
 )
 def test_products_equal_float32(op: str, tokens: int, rows: int, columns: int, num_sms: int) -> None:

@@ -18,7 +18,9 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_many_launch, "MANY_TOKENS", 8)
 
 
-@pytest.mark.parametrize("op", MOE_OPS)
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=[] if op == "nvfp4_routed_moe" else [pytest.mark.slow]) for op in MOE_OPS]
+)
 def test_tiles_of_tokens(op: str) -> None:
     """Experts with no token, with some, and with more than a tile takes; padding rows are NaN."""
     operands = moe_operands(op, small(), query_lens=[20, 1, 19], padding_rows=3)

@@ -74,7 +74,7 @@ def test_odd_shapes(heads: int, dim: int, page: int) -> None:
     check(select_operands([1, 0, 8, 2], [203, 40, 138, 27], make, make, padding=2, **shape))
 
 
-@pytest.mark.parametrize("heads,dim,page", [(1, 48, 4), (4, 128, 16)])
+@pytest.mark.parametrize("heads,dim,page", [pytest.param(1, 48, 4, marks=pytest.mark.slow), (4, 128, 16)])
 def test_tiles_of_rows(monkeypatch: pytest.MonkeyPatch, heads: int, dim: int, page: int) -> None:
     """Several tiles of a sequence, some of them in two turns, beside a sequence of one row."""
     monkeypatch.setattr(launch, "SCRATCH_BYTES", 110_000)

@@ -93,10 +93,12 @@ def memory_beside_results() -> dict[str, int]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_most_two_tensors_are_in_memory_beside_the_result(memory_beside_results: dict[str, int], kind: str) -> None:
     assert memory_beside_results[kind] <= 2 * TENSOR_BYTES
 
 
+@pytest.mark.slow
 def test_the_measurement_notices_parts_that_are_kept(memory_beside_results: dict[str, int]) -> None:
     assert memory_beside_results["four tensors, then concatenated"] > 3.5 * TENSOR_BYTES
