@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import sys
 import tempfile
@@ -92,6 +93,7 @@ class Built:
 
 def build_from_config(config: Path, target: str, precision: str, times: StageTimes) -> Built:
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder  # kernels are compiled, whatever was built here before
         output = Path(folder) / "bundle"
         options = BuildOptions(checkpoint=config, output=output, target=target, precision=precision, config_only=True)
         files = build_bundle(options, times).manifest.files
