@@ -21,6 +21,8 @@ from qwen4exp_trt.runtime.sampler import draw
 from qwen4exp_trt.runtime.step_result import DrawnStep
 
 Watch = Callable[[int, Tensor, list[int]], Tensor]
+ROUNDING = 1e-6
+"""An engine adds in another order than the program; relative."""
 
 
 @pytest.fixture
@@ -45,7 +47,8 @@ def test_one_that_agrees(bundle: LoadedBundle) -> None:
     agreement = check_bundle(bundle, with_agreement=True).agreement
     assert agreement is not None
     assert (agreement.tokens, agreement.equal_tokens) == (16, 16)
-    assert (agreement.logits_error, agreement.decode_logits_error, agreement.largest_margin) == (0, 0, None)
+    assert agreement.logits_error < ROUNDING and agreement.largest_margin is None
+    assert agreement.decode_logits_error is not None and agreement.decode_logits_error < ROUNDING
 
 
 def test_decode_steps_are_compared_on_the_same_tokens(bundle: LoadedBundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +81,7 @@ def test_decode_steps_are_compared_on_the_same_tokens(bundle: LoadedBundle, monk
     watch_steps(bundle, monkeypatch, damage)
     agreement = check_bundle(bundle, with_agreement=True).agreement
     assert agreement is not None and len(margins) == 2
-    assert (agreement.tokens, agreement.equal_tokens, agreement.logits_error) == (16, 14, 0)
+    assert (agreement.tokens, agreement.equal_tokens) == (16, 14) and agreement.logits_error < ROUNDING
     assert max(errors) == 0.5 and agreement.decode_logits_error == pytest.approx(0.5, rel=1e-4)
     assert agreement.largest_margin == pytest.approx(max(margins), rel=1e-4)
     assert ran[first_decode:] == chosen[first_decode - 1 : -1]
