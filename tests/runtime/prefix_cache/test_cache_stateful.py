@@ -86,6 +86,8 @@ class CacheMachine(RuleBasedStateMachine):
         if not files:
             return
         whole = bytearray(files[donor % len(files)].read_bytes())
+        if not whole:  # torn before
+            return
         whole[place % len(whole)] ^= 1 << flip if donor == victim else 0
         files[victim % len(files)].write_bytes(whole[: place % len(whole)] if is_torn else whole)
 
