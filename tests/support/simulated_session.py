@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from cpu_stream import CpuStream
 from packed_steps import STEPS
 from torch import Tensor
-from trt_simulator import SimulatedTensorRT
+from trt_simulator import SimulatedTensorRT, SimulatorError
 
 from qwen4exp_trt.builder.onnx_graph import TORCH_DTYPES
 from qwen4exp_trt.plugins.spec import element_shape
@@ -18,6 +19,11 @@ from qwen4exp_trt.runtime.tensorrt.log import make_log
 
 POOLS = {"num_slots": 3, "num_blocks": 9}
 MEMORY_BYTES = 1 << 16
+
+
+def expect(message: str) -> Any:
+    """A block that the simulator refuses with such a message."""
+    return pytest.raises(SimulatorError, match=message)
 
 
 class HandMadeSession:
